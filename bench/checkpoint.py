@@ -1,4 +1,4 @@
-"""Writes a Llama checkpoint with random weights in bfloat16, which costs as much to run as a trained one.
+"""Writes a Llama checkpoint with random bfloat16 weights, which runs at the same speed as a trained one.
 
 usage: python bench/checkpoint.py DIRECTORY {tiny|s|m|l}      tiny: 0.2 M, s: 28 M, m: 213 M, l: 1.24 B parameters
        python bench/checkpoint.py --smoke                     writes a tiny checkpoint to a temporary directory
@@ -87,7 +87,7 @@ def _tokenizer(vocabulary: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        # The size of the model's vocabulary: tokens unknown to the tokenizer would have no text to stream.
+        # The size of the model's vocabulary: the tokenizer must have a text for every token.
         vocab_size=vocabulary,
         min_frequency=1,
         special_tokens=["<s>", "</s>"],
@@ -96,7 +96,7 @@ def _tokenizer(vocabulary: int) -> Tokenizer:
     )
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     if vocabulary <= SHAPES["tiny"]["vocab"]:
-        sources = sources[:5]  # enough for a small vocabulary, and fast
+        sources = sources[:5]  # enough for a small vocabulary
     tokenizer.train([str(path) for path in sources], trainer)
     return tokenizer
 

@@ -1,7 +1,7 @@
 """Cost of decoding options compared to plain sampling: beam search, penalties, banned words, logit processing.
 
-Prints milliseconds per step with beams and with as many sampled sequences, and microseconds per sequence and step that
-an option adds to the sampler with a large vocabulary.
+Prints milliseconds per step with beams and with the same number of sampled sequences, and the microseconds per sequence
+and step that an option adds to the sampler with a large vocabulary.
 
 usage: python bench/decoding_options.py [CHECKPOINT] [--widths 2 4 8] [--vocabulary 128256]
 """
@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 
 def seconds_a_step(llm: LLM, sampling: SamplingParams, name: str) -> float:
-    """Median of the decode steps."""
+    """Median duration of the decode steps."""
     request = EngineRequest(
         request_id=name, prompt_token_ids=list(range(10, 10 + PROMPT)), sampling=sampling, max_tokens=STEPS
     )
@@ -86,7 +86,7 @@ def microseconds_a_token(llm: LLM, vocabulary: int, name: str, options: dict[str
     request = make_request(vocabulary, name, options)
     state = SamplingState.create(request, request.prompt_token_ids)
     logits = np.random.default_rng(0).normal(size=(1, vocabulary)).astype(np.float32) * 4
-    # The draw itself costs the same with any option and is replaced.
+    # The draw itself costs the same with every option, so it is replaced.
     sampler = Sampler(lambda rows, draws: np.zeros(len(draws), np.int32))
     best = np.inf
     for _ in range(30):

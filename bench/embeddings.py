@@ -1,8 +1,8 @@
 """Embedding throughput: Neso's native and torch runners compared to transformers with padded batches.
 
 A BERT with random weights (by default the size of bge-small, 12 layers of 384) and texts of mixed lengths.
-transformers gets them in batches of --batch, once in order of arrival and once sorted by length, which is only
-possible if all texts are known beforehand.
+transformers processes them in batches of --batch, once in order of arrival and once sorted by length. Sorting requires
+all texts in advance.
 
 usage: python bench/embeddings.py [--texts 64] [--batch 32] [--layers 12] [--hidden 384] [--threads N] [--dtype float32]
            [--smoke]
@@ -65,7 +65,7 @@ def run(directory: Path, texts: list[list[int]], arguments: argparse.Namespace) 
         contenders[f"neso, {runner}"] = lambda llm=llm: llm.embed(texts, PoolingParams(pooling="mean"))
     results = {name: contend() for name, contend in contenders.items()}  # warm-up, and results to compare
     seconds = dict.fromkeys(contenders, float("inf"))
-    for _ in range(arguments.rounds):  # interleaved, since the machine's speed varies
+    for _ in range(arguments.rounds):  # interleaved, because the machine's speed varies
         for name, contend in contenders.items():
             started = time.perf_counter()
             contend()
@@ -80,7 +80,7 @@ def run(directory: Path, texts: list[list[int]], arguments: argparse.Namespace) 
 
 
 def padded(model: BertModel, texts: list[list[int]], batch: int) -> np.ndarray:
-    """Mean-pooled, normalized embeddings in batches that are padded to their longest text."""
+    """Compute mean-pooled, normalized embeddings in batches padded to the longest text."""
     rows = []
     for start in range(0, len(texts), batch):
         part = texts[start : start + batch]

@@ -1,7 +1,8 @@
 """Output tokens per second of the engine by concurrency, with in-flight and with static batching.
 
 Prompts have one length, outputs have very different lengths. Static batching runs requests in groups that start
-together and end with the longest; in-flight batching refills each slot as soon as it is free. Both use the same engine.
+together and end with the longest request; in-flight batching refills each slot as soon as it is free. Both use the same
+engine.
 
 usage: python bench/engine_throughput.py [CHECKPOINT] [--concurrency 1 4 16 64]
 """

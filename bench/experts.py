@@ -1,4 +1,4 @@
-"""Speed-up by grouping rows by expert, compared to computing all experts for all rows.
+"""Speedup from grouping rows by expert, compared to computing all experts for all rows.
 
 Prints milliseconds per step of the native runner, and the ratio, for several numbers of rows. Weights are random.
 
@@ -50,7 +50,7 @@ class RandomWeights(TensorSource):
 
 
 def milliseconds(spec: DecoderSpec, rows: int, options: RunnerOptions, runs: int) -> float:
-    """The fastest of several decode steps of `rows` sequences."""
+    """Duration of the fastest of several decode steps with `rows` sequences."""
     runner = NativeRunner.load(spec, RandomWeights(), options)
     runner.allocate_cache(CacheLayout(rows, BLOCK))
     tokens = np.random.default_rng(1).integers(0, spec.vocab_size, rows).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Converts a Llama checkpoint to a GGUF file, as llama.cpp's converter does. Needs the package `gguf`.
+"""Converts a Llama checkpoint to a GGUF file, like llama.cpp's converter. Needs the package `gguf`.
 
 usage: python bench/gguf_checkpoint.py CHECKPOINT TARGET.gguf {BF16|F16|Q8_0|Q4_0}
        python bench/gguf_checkpoint.py --smoke      converts a tiny checkpoint in a temporary directory
@@ -21,7 +21,7 @@ from neso.engine.weights.checkpoint import Checkpoint
 
 
 def write_gguf(checkpoint: Path, target: Path, kind: GGMLQuantizationType) -> None:
-    """Matrices are converted to `kind`, vectors to F32."""
+    """Convert matrices to `kind` and vectors to F32."""
     with Checkpoint(checkpoint) as source:
         config = source.config
         writer = GGUFWriter(target, "llama")

@@ -81,14 +81,14 @@ class RandomWeights(TensorSource):
 
 @dataclass(frozen=True)
 class Limits:
-    """Measured limits of the device: GB/s of reading, TFLOP/s of bfloat16 matrix products."""
+    """Measured limits of the device: read bandwidth in GB/s, bfloat16 matrix products in TFLOP/s."""
 
     bandwidth: float
     gemm: float
 
 
 def seconds(function: Callable[[], object], runs: int = 20) -> float:
-    """Median seconds of a call, including the device's work."""
+    """Median seconds of a call, including the execution on the device."""
     if _smoke:
         runs = 1
     for _ in range(3):
@@ -117,7 +117,7 @@ def measure_limits(device: torch.device) -> Limits:
 
 
 def plan(batch: int, new_tokens: int, context: int, step: int = 1) -> StepPlan:
-    """`batch` sequences with `new_tokens` each, after `context` tokens, with logits for the last one of each."""
+    """Plan of `batch` sequences with `new_tokens` each, after `context` tokens, with logits of their last tokens."""
     blocks = -(-(context + new_tokens) // BLOCK_SIZE)
     starts = np.arange(batch + 1, dtype=np.int32) * new_tokens
     return StepPlan(
@@ -133,7 +133,7 @@ def plan(batch: int, new_tokens: int, context: int, step: int = 1) -> StepPlan:
 
 
 def matrix_parameters(spec: DecoderSpec) -> int:
-    """Weights that each token is multiplied with, including the LM head."""
+    """Number of matrix weights used per token, including the LM head."""
     attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads)
     mlp = 3 * spec.hidden_size * spec.intermediate_size
     return spec.num_layers * (attention + mlp) + spec.vocab_size * spec.hidden_size
@@ -142,7 +142,7 @@ def matrix_parameters(spec: DecoderSpec) -> int:
 def run_transformers(
     config: dict[str, Any], device: torch.device, batch: int, new: int, context: int
 ) -> float:
-    """Seconds of a decode step of transformers' model after `context` tokens, or of a prefill if it is 0."""
+    """Seconds of a decode step of transformers' model after `context` tokens, or of a prefill if `context` is 0."""
     fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
     with torch.device(device):
         model_config = transformers.LlamaConfig(**fields, attn_implementation="sdpa")
@@ -198,7 +198,7 @@ def main() -> None:
     print(f"limits: {limits.bandwidth:.0f} GB/s, {limits.gemm:.1f} TFLOP/s; context {arguments.context}")
     blocks = max(max(batches) * (-(-arguments.context // BLOCK_SIZE) + 2), -(-max(prefills) // BLOCK_SIZE))
     runner.allocate_cache(CacheLayout(blocks, BLOCK_SIZE))
-    # Share the cache; no CUDA graphs.
+    # Share the cache, but without CUDA graphs.
     plain._cache = runner._cache
     report = Report(spec, limits, runner.cache_bytes_per_block(BLOCK_SIZE), arguments.quantization)
     for batch in batches:

@@ -41,7 +41,7 @@ def message(elements: int) -> bytes:
 
 
 async def measure(port: int, path: str, data: bytes, options: argparse.Namespace) -> tuple[float, float]:
-    """Requests per second, and CPU time of this process per request in microseconds."""
+    """Requests per second, and CPU microseconds of this process per request."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         await channel.unary_unary(path)(data)  # raises if the call fails
     await asyncio.to_thread(load, port, path, data, options, 200)

@@ -1,7 +1,7 @@
 """Cost of guided decoding: output tokens per second with and without it, masks, and compilation.
 
 The models have random weights, so guided outputs are random texts of the grammar and masks vary as much as possible.
-Free and guided requests of the same length run in turns, in one process.
+Unguided and guided requests of the same length alternate in one process.
 
 usage: python bench/guided_decoding.py [--vocab 32000 128256] [--batch 1 8 32] [--tokens 64]
 """
@@ -61,7 +61,7 @@ def tokens_per_second(llm: LLM, batch: int, sampling: SamplingParams) -> float:
 
 
 def compare(llm: LLM, batch: int, tokens: int, rounds: int = 3) -> tuple[float, float]:
-    """Tokens per second, free and guided: medians of runs in turns."""
+    """Tokens per second without and with guided decoding: medians of alternating runs."""
     free = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=1)
     guided = SamplingParams(
         max_tokens=tokens, ignore_eos=True, seed=1, guided_decoding=GuidedDecoding(json=RECORDS)
@@ -74,7 +74,7 @@ def compare(llm: LLM, batch: int, tokens: int, rounds: int = 3) -> tuple[float, 
 
 
 def compile_grammar(compiler: GrammarCompiler, guided: GuidedDecoding) -> tuple[CompiledGrammar, float]:
-    """The compiled grammar, and the seconds it took."""
+    """The compiled grammar, and the seconds of the compilation."""
     started = time.perf_counter()
     compilation = compiler.compile(guided)
     compilation.done.wait()
@@ -84,7 +84,7 @@ def compile_grammar(compiler: GrammarCompiler, guided: GuidedDecoding) -> tuple[
 
 
 def mask_microseconds(grammar: CompiledGrammar, steps: int = 300) -> list[float]:
-    """Microseconds of each mask along random texts."""
+    """Microseconds per mask along random texts."""
     rng = np.random.default_rng(0)
     spent: list[float] = []
     guide = grammar.start((0,))

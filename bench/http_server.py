@@ -1,7 +1,7 @@
 """Requests per second of the HTTP server, compared to uvicorn with a plain ASGI app.
 
     pip install uvicorn          # not a dependency of the project
-    apt-get install wrk          # without it, a small asyncio client is used, which is then the bottleneck
+    apt-get install wrk          # without wrk, a small asyncio client is used, which is the bottleneck
     python bench/http_server.py [--connections 16] [--seconds 3]
 
 Each server is a process that parses a small JSON body and responds with JSON. Prints requests per second, the server's

@@ -1,4 +1,4 @@
-"""An identity model that runs on the core's event loop, for benchmarks of everything but the model."""
+"""An identity model that runs on the core's event loop, for benchmarks of everything except the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Identity(Backend):
 
 @contextmanager
 def identity_repository() -> Iterator[Path]:
-    """A repository with the model `identity`, which only this process can serve."""
+    """Create a repository with the model `identity`, which only this process can serve."""
     BUILTIN["bench_identity"] = f"{__name__}:Identity"
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder)

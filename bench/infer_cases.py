@@ -69,7 +69,7 @@ ensemble_scheduling {{ {STEPS} }}
 
 
 def write_repository(root: Path, *, processes: bool = False) -> None:
-    """Write the model repository. `processes`: Neso runs the models in processes, as Triton does."""
+    """Write the model repository. `processes`: Neso runs the models in processes, like Triton."""
     mode = 'parameters { key: "EXECUTION_MODE" value { string_value: "process" } }' if processes else ""
     for name, config in (("identity", IDENTITY + mode), ("large", LARGE + mode), ("ensemble", ENSEMBLE)):
         (root / name / "1").mkdir(parents=True)
@@ -95,14 +95,14 @@ class Ports:
 
 @dataclass(frozen=True)
 class HttpCase:
-    """Requests to one model by wrk."""
+    """Requests to one model, sent by wrk."""
 
     model: str
     headers: dict[str, str]
     body: bytes
 
     def run(self, ports: Ports, connections: int, seconds: float) -> Load:
-        """Raises `RuntimeError` if any response is an error."""
+        """Run the load. Raises `RuntimeError` if any response is an error."""
         with tempfile.TemporaryDirectory() as folder:
             body, script = Path(folder) / "body", Path(folder) / "post.lua"
             body.write_bytes(self.body)
@@ -121,12 +121,12 @@ class HttpCase:
 
 @dataclass(frozen=True)
 class GrpcCase:
-    """Unary calls by h2load."""
+    """Unary calls, sent by h2load."""
 
     message: bytes
 
     def run(self, ports: Ports, connections: int, seconds: float) -> Load:
-        """Raises `RuntimeError` if any of the calls fails."""
+        """Run the load. Raises `RuntimeError` if any call fails."""
         with tempfile.TemporaryDirectory() as folder:
             data, log = Path(folder) / "message", Path(folder) / "log"
             data.write_bytes(b"\0" + len(self.message).to_bytes(4, "big") + self.message)

@@ -6,7 +6,7 @@ steps of a 16-layer decoder with all keys and with a window of one token. Small 
 the cache; sampling reads its logits from memory.
 
 "of limit" is the lower bound of the time, for reading the weights or keys once and for the arithmetic, divided by the
-measured time. Takes a minute, and prints at the end.
+measured time. Takes a minute and prints the results at the end.
 
 usage: python bench/kernels.py [--only gemm|attention|small ...] [--isa LEVEL] [--threads N] [--json FILE] [--smoke]
 """
@@ -33,7 +33,7 @@ ROWS = (1, 4, 16, 64, 256, 1024)
 KINDS = ("f32", "bf16", "int8", "int4", "int8_dynamic")
 SCHEMES = {"int8": INT8, "int4": INT4, "int8_dynamic": INT8}
 UNCACHED_BYTES = 144 << 20
-# From this number of rows on, products are bound by arithmetic, and iterating over all copies would take seconds.
+# From this number of rows, products are compute-bound, and iterating over all copies would take seconds.
 MANY_ROWS, FEW_COPIES = 256, 4
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 16, 4, 64, 16
@@ -47,7 +47,7 @@ SMOKE_ATTENTION = ((1, 4, 128), (128, 1, 0))
 class Result:
     """One measurement; `read_bytes` and `flops` are lower bounds.
 
-    - kind: of the operands, as in machine_limits; None if no limit applies
+    - kind: kind of the operands, as in machine_limits; None if no limit applies
     - share: lower bound of the time / measured time, 0 to 1
     """
 
@@ -134,7 +134,7 @@ class Bench:
     def _choice(self, rows: int = 64, vocab: int = 32000) -> Iterator[Result]:
         decoder = _decoder("f32", self.isa, self.threads, _tiny_weights(0, vocab), vocab)
         rng = np.random.default_rng(0)
-        # Other rows for each call, so that they are read from memory.
+        # Different rows for each call, so that they are read from memory.
         parts = rng.standard_normal((8, rows, vocab), np.float32)
         ones, none, tokens = np.ones(rows, np.float32), np.zeros(rows, np.float32), np.empty(rows, np.int32)
         no_masks = np.empty(0, np.int32), np.empty((0, 0), np.int32)
@@ -212,7 +212,7 @@ def _pack(kind: str, outputs: int, inputs: int, threads: int) -> PackedMatrix:
 
 
 def _copies(matrix: PackedMatrix, total_bytes: int) -> list[PackedMatrix]:
-    """At least `total_bytes` of copies."""
+    """Return copies with a total size of at least `total_bytes`."""
     arena, count = Arena(), total_bytes // _bytes(matrix) + 1
     scales = [None if matrix.scales is None else matrix.scales.copy() for _ in range(count)]
     return [replace(matrix, data=arena.copy(matrix.data), scales=copied) for copied in scales]

@@ -1,14 +1,14 @@
-"""CPU time of an infer request, of the server by thread and of the load generator, and the rate that it allows.
+"""CPU time per infer request, of the server by thread and of the load generator, and the resulting maximum rate.
 
     apt-get install wrk nghttp2-client
     python bench/kserve_cost.py [--seconds 2] [--rounds 5] [--connections 1 16 64] [--cases json binary grpc]
                                 [--base CHECKOUT] [--triton]
 
 Models and requests are those of kserve_infer.py. Measures Neso alone, or in turns with another built checkout
-(`--base`) and with Triton (`--triton`). Prints microseconds per request of the best round, since other load only adds
-to it. `loop` is the first thread of the server, which runs Neso's front ends and scheduler, `others` its other threads
-and processes, `load` the load generator. `max/s` is the rate that two cores allow at these times: both of them, and for
-Neso, whose threads share the interpreter, one.
+(`--base`) and with Triton (`--triton`). Prints microseconds per request of the best round, since other load can only
+increase the times. `loop` is the first thread of the server, which runs Neso's front ends and scheduler, `others` its
+other threads and processes, `load` the load generator. `max/s` is the rate that two cores allow at these times: both of
+them, and for Neso, whose threads share the interpreter, one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CORES = 2
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU time of a request in µs by part, rate, and median latency (ms)."""
+    """CPU time per request in µs by part, rate, and median latency (ms)."""
 
     loop_user: float
     loop_system: float
@@ -48,14 +48,14 @@ class Cost:
         return self.loop_user + self.loop_system + self.others_user + self.others_system
 
     def max_rate(self, *, takes_turns: bool) -> float:
-        """Requests per second that `CORES` allow."""
+        """Maximum requests per second on `CORES` cores."""
         both = (self.server + self.load) / CORES
         return 1e6 / (max(both, self.server) if takes_turns else both)
 
 
 @dataclass(frozen=True)
 class Times:
-    """CPU time of threads, in seconds and in ticks; ticks tell user from system time."""
+    """CPU time of threads, in seconds and in ticks; ticks separate user and system time."""
 
     seconds: float = 0.0
     user_ticks: int = 0
@@ -94,7 +94,7 @@ def cpu_times(pid: int) -> tuple[Times, Times]:
 
 
 def measure(case: Case, ports: Ports, pid: int, connections: int, seconds: float) -> Cost:
-    """Run the load once."""
+    """Run the load once and measure CPU times."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     load_before = usage.ru_utime + usage.ru_stime
     before = cpu_times(pid)
@@ -108,7 +108,7 @@ def measure(case: Case, ports: Ports, pid: int, connections: int, seconds: float
 
 
 def neso(name: str, checkout: Path, repository: Path, ports: Ports) -> AbstractContextManager[RunningServer]:
-    """Run `neso serve` of a checkout."""
+    """Run `neso serve` from a checkout."""
     command = [sys.executable, "-m", "neso.cli", "serve", f"--model-repository={repository}"]
     command += [f"--http-port={ports.http}", f"--grpc-port={ports.grpc}"]
     command += ["--allow-metrics=false", "--allow-openai=false"]
@@ -164,7 +164,7 @@ def show(case: str, connections: int, server: str, runs: list[Cost], base: list[
     line += f"{cost.others_user:12.1f} {cost.others_system:4.1f} {cost.server:7.1f} {cost.load:6.1f} "
     line += f"{cost.rate:8,.0f} {cost.p50:7.3f} {rate:7,.0f}"
     if base is not None and runs is not base:
-        # Pairs are measured one after another, under the same load of the machine.
+        # The two of a pair are measured one after the other, so that both have the same background load.
         pairs = [ours.rate / theirs.rate for ours, theirs in zip(runs, base, strict=True)]
         line += f"   {statistics.median(pairs):.2f}x the rate of base"
     print(line, flush=True)

@@ -4,13 +4,13 @@
     python bench/kserve_infer.py [--seconds 3] [--rounds 3] [--connections 1 16 64] [--cases json binary grpc …]
 
 The model is an identity, FP32[16], on the Python backend, with dynamic batching and one instance; `ensemble` sends JSON
-through three of them. The `16MB-…` cases send and receive that size over HTTP, gRPC and system shared memory, with at
+through three of them. The `16MB-…` cases send and receive 16 MB over HTTP, gRPC and system shared memory, with at
 most four connections. wrk (HTTP) and h2load (gRPC) generate the load with one thread and one request in flight per
 connection. The servers take turns within a round. Prints the medians of the rounds, and ratios: Neso's rate divided by
 Triton's, and Triton's 50th and 99th percentile of latency divided by Neso's.
 
 `--processes`: Neso runs the models in processes, as Triton does; by default in threads. Triton is the wheel
-nvidia-pytriton, installed into a scratch environment, or that of `--triton PYTHON`.
+nvidia-pytriton, installed into a scratch environment, or installed for `--triton PYTHON`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def neso(repository: Path) -> AbstractContextManager[RunningServer]:
 
 
 def measure(case: Case, connections: int, servers: list[str], rounds: int, seconds: float) -> dict[str, Load]:
-    """Medians of each server."""
+    """Measure the medians of each server."""
     loads: dict[str, list[Load]] = {server: [] for server in servers}
     for server in servers:
         case.run(PORTS[server], connections, 1)

@@ -1,7 +1,7 @@
 """Closed-loop load on an OpenAI completions endpoint: throughput, TTFT, TPOT, ITL, goodput.
 
-Prompts are random tokens without common prefixes. They are sent as token ids, or with --words CHECKPOINT as words that
-are one token each in the checkpoint's byte-level vocabulary, for servers that accept text only.
+Prompts are random tokens without common prefixes. They are sent as token ids. With --words CHECKPOINT they are sent as
+words that are one token each in the checkpoint's byte-level vocabulary, for servers that accept only text.
 
 usage: python bench/load.py [URL] [MODEL] [--isl 128] [--osl 64] [--concurrency 8] [--requests 32] [--long-isl 0]
                             [--vocab 8000] [--seed 0] [--words CHECKPOINT] [--json FILE]
@@ -49,7 +49,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a stream with text: seconds since the start of the request, and tokens generated so far."""
+    """A chunk of a stream with text: seconds since the start of the request, and number of generated tokens so far."""
 
     seconds: float
     tokens: int
@@ -77,7 +77,7 @@ class Timing:
 
     @property
     def gaps(self) -> list[float]:
-        """Gap of each token after the first chunk; a chunk of k tokens has k equal gaps."""
+        """Time gap before each token after the first chunk; a chunk of k tokens has k equal gaps."""
         gaps = []
         for before, piece in pairwise(self.chunks):
             tokens = piece.tokens - before.tokens
@@ -127,12 +127,12 @@ def quantile(values: list[float], share: float) -> float:
 async def run_load(url: str, model: str, workload: Workload, *, words: list[str] | None = None) -> LoadResult:
     """Send all requests, `concurrency` at a time; with `words`, prompts are text.
 
-    Raises `RuntimeError` for an answer that is not 200, an error within a stream, and one without any token.
+    Raises `RuntimeError` for a status other than 200, an error within a stream, and a stream without tokens.
     """
     timings: list[Timing] = []
     prompts = iter(workload.prompts())
     connector = aiohttp.TCPConnector(limit=0)
-    # A server that sends nothing for this long is stuck.
+    # A server that sends no data for this long is considered hung.
     timeout = aiohttp.ClientTimeout(total=None, sock_read=300)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
@@ -180,7 +180,7 @@ async def _request(
 
 
 def _tokens_so_far(message: dict[str, Any], before: int) -> int:
-    """Tokens after a chunk with text or a finish reason, else `before`; one per chunk without usage."""
+    """Tokens after a chunk with text or a finish reason, else `before`; without usage, one token per chunk."""
     choices = message.get("choices")
     if not choices or not (choices[0]["text"] or choices[0]["finish_reason"]):
         return before
@@ -197,7 +197,7 @@ def one_token_words(checkpoint: Path) -> list[str]:
 
 @contextmanager
 def smoke_server() -> Iterator[str]:
-    """URL of a server with the model that is part of the package."""
+    """Yield the URL of a server with the bundled model."""
     with served() as server:
         yield f"http://127.0.0.1:{server.ports['openai']}"
 

@@ -1,8 +1,8 @@
-"""Decode throughput with 1 to 64 different LoRA adapters in a batch, relative to that without adapters.
+"""Decode throughput with 1 to 64 different LoRA adapters in a batch, relative to decoding without adapters.
 
-One engine decodes the same sequences with and without adapters, in turns; the ratio is that of the median steps. All
-seven matrices of each layer are adapted. `--load` measures loading an adapter at run time: reading, packing, and the
-longest step meanwhile.
+One engine decodes the same sequences with and without adapters, in turns; the ratio is the ratio of the median step
+times. All seven matrices of each layer are adapted. `--load` measures loading an adapter at run time: reading, packing,
+and the longest step meanwhile.
 
 usage: python bench/lora.py [s|m|l] [--quantization int8] [--ranks 8 16 64] [--batches 1 64] [--load]
 """
@@ -62,7 +62,7 @@ def write_adapter(directory: Path, size: str, rank: int, seed: int) -> None:
 
 
 def start(core: EngineCore, batch: int, names: list[str]) -> list[str]:
-    """Add and prefill `batch` sequences with these adapters in turn; returns their ids."""
+    """Add and prefill `batch` sequences, assigning the adapters cyclically; return their ids."""
     rng = np.random.default_rng(1)
     requests = [
         EngineRequest(
@@ -84,7 +84,7 @@ def start(core: EngineCore, batch: int, names: list[str]) -> list[str]:
 
 
 def decode(core: EngineCore, batch: int, names: list[str]) -> list[float]:
-    """Seconds of decode steps of a batch."""
+    """Seconds of each decode step of a batch."""
     requests = start(core, batch, names)
     core.step()
     seconds = []
@@ -99,7 +99,7 @@ def decode(core: EngineCore, batch: int, names: list[str]) -> list[float]:
 
 
 def compare(core: EngineCore, batch: int, names: list[str]) -> tuple[float, float]:
-    """Median seconds of a step without and with adapters, measured in turns."""
+    """Median seconds per step without and with adapters, measured in turns."""
     plain, adapted = [], []
     for _ in range(ROUNDS):
         plain += decode(core, batch, [])

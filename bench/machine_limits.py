@@ -1,4 +1,4 @@
-"""Measures the limits of this machine, memory bandwidth and matrix products, which other benchmarks compare to.
+"""Measures memory bandwidth and matrix product rates of this machine, the limits that other benchmarks compare to.
 
 usage: python bench/machine_limits.py [--threads N] [--isa LEVEL] [--json FILE] [--smoke]
 """
@@ -28,7 +28,7 @@ _smoke = False
 
 
 def use_smoke_sizes() -> None:
-    """Measure tiny sizes once: the figures mean nothing, but a script finishes in seconds."""
+    """Measure tiny sizes once: the results are meaningless, but a script finishes in seconds."""
     global _smoke
     _smoke = True
 
@@ -56,7 +56,7 @@ class MachineLimits:
         return max(rate for name, rate in self.gemm_rates.items() if integers or name != INTEGER)
 
     def best_with(self, later: MachineLimits) -> MachineLimits:
-        """The better of two measurements: other virtual machines on the host can halve the bandwidth for seconds."""
+        """Return the best of two measurements, since other virtual machines can halve the bandwidth for seconds."""
         return MachineLimits(
             self.threads,
             {name: max(value, later.bandwidths[name]) for name, value in self.bandwidths.items()},
@@ -69,9 +69,9 @@ class MachineLimits:
 
 
 def best_seconds(function: Callable[[], object], least: float = 0.4, runs: int = 4) -> float:
-    """The shortest of at least `runs` runs and at least `least` seconds, after a warm-up run.
+    """Return the shortest of at least `runs` runs within at least `least` seconds, after a warm-up run.
 
-    The shortest, since other processes of a shared machine can only add to it.
+    Other processes of a shared machine can only increase the time.
     """
     function()
     if _smoke:
@@ -85,7 +85,7 @@ def best_seconds(function: Callable[[], object], least: float = 0.4, runs: int =
 
 
 def measure(threads: int | None = None, isa: str | None = None) -> MachineLimits:
-    """Takes about ten seconds and 1 GB of memory."""
+    """Measure the limits. Takes about ten seconds and 1 GB of memory."""
     threads = threads or available_cores()
     isa = isa or _native.default_isa()
     rates = {f"native {kind}": _native_rate(kind, isa, threads) for kind in ("f32", "bf16", "int8_dynamic")}
@@ -95,7 +95,7 @@ def measure(threads: int | None = None, isa: str | None = None) -> MachineLimits
 
 
 def _bandwidths(isa: str, threads: int) -> dict[str, float]:
-    """A plain sum, and a product with one row: prefetching kernels can read faster than a sum."""
+    """Bandwidths of a plain sum and a product with one row: prefetching kernels can read faster than a sum."""
     size = SMOKE_BUFFER_BYTES if _smoke else BUFFER_BYTES
     buffer = _native.zero_pages(size)
     buffer.fill(0)  # untouched pages all map to the same zero page, which stays in the cache

@@ -23,7 +23,7 @@ TENSORS = 'backend: "python"\ninput { name: "IN" data_type: TYPE_FP32 dims: [ 1 
 
 
 def write_models(folder: Path, count: int) -> None:
-    """Write Python models that do nothing."""
+    """Write empty Python models."""
     for i in range(count):
         version = folder / f"m{i}" / "1"
         version.mkdir(parents=True)

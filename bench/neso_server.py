@@ -28,7 +28,7 @@ class NesoServer:
 def served(*arguments: str, log: Path | None = None) -> Iterator[NesoServer]:
     """Start a server, wait until it is ready, and stop it at the end. `log`: file of its log.
 
-    Raises `RuntimeError` if it does not become ready.
+    Raises `RuntimeError` if the server does not become ready.
     """
     command = [*NESO, "serve", *arguments, *(f"--{name}-port=0" for name in FRONT_ENDS)]
     with open(log or os.devnull, "w") as errors:

@@ -1,7 +1,7 @@
 """Cost of API keys and rate limits per request of the OpenAI API.
 
-Requests are for a model that does not exist, in this process and without a network, so that only request handling is
-measured and the ratios are upper bounds.
+Requests name an unknown model and are sent in-process, without a network. So only request handling is measured, and the
+ratios are upper bounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def compare(requests: int, rounds: int) -> None:
     }
     apps = {name: create_app(core, OpenAIOptions(access=access)) for name, access in variants.items()}
     best = dict.fromkeys(apps, float("inf"))
-    for _ in range(rounds):  # in turns, so that other load on the machine affects all
+    for _ in range(rounds):  # in turns, so that other load on the machine affects all cases
         for name, app in apps.items():
             best[name] = min(best[name], await seconds(app, requests))
     for name, value in best.items():

@@ -43,7 +43,7 @@ def serve(
 ) -> Iterator[RunningServer]:
     """Start a server and wait until GET `probe` succeeds, and lists models if it is /v1/models.
 
-    Raises `RuntimeError` if its port is in use, the server exits, or does not respond within ten minutes.
+    Raises `RuntimeError` if the port is in use, or the server exits or does not respond within ten minutes.
     """
     if _responds(url + probe):
         raise RuntimeError(f"another server responds at {url} and would be measured instead of {name}")

@@ -2,7 +2,7 @@
 
 Requests run one after another, each with the same prefix (a system prompt) and its own suffix. The two engines take
 turns; the first request of each fills the cache and is not counted. Prompts without a common prefix show the cost of
-the lookup. The ratio is the time without the cache divided by that with it.
+the lookup. The ratio is the time without the cache divided by the time with it.
 
 usage: python bench/prefix_cache.py [CHECKPOINT] [--requests 12] [--prompt 1024]
 Default: a new checkpoint with 28 M parameters.

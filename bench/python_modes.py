@@ -1,8 +1,8 @@
 """Requests per second of Python models in processes, compared to threads.
 
 One core serves each model twice, in a thread and in a process; requests alternate between them, without a front end.
-"echo" returns its input, "fill" a new array of the same size. Copies: bytes copied to shared memory divided by the
-bytes of the request's input.
+"echo" returns its input, "fill" returns a new array of the same size. Copies: bytes copied to shared memory divided by
+the bytes of the request's input.
 
 usage: python bench/python_modes.py [--seconds 2] [--rounds 3]
 """

@@ -1,6 +1,6 @@
 """Accuracy of quantization: logits of each scheme compared to float32.
 
-With --venv (see vs_llamacpp.py) also llama.cpp's logits for Q8_0 and Q4_0 files of the same checkpoint.
+With --venv (see vs_llamacpp.py), also compares llama.cpp's logits for Q8_0 and Q4_0 files of the same checkpoint.
 
 usage: python bench/quantization_error.py [CHECKPOINT] [--positions 256] [--venv DIR] [--smoke]
 """

@@ -48,7 +48,7 @@ CONTEXT = 64
 
 @dataclass(frozen=True)
 class Phase:
-    """A step of `sequences` with `new` tokens each, after `cached` tokens."""
+    """A step of `sequences` sequences with `new` tokens each, after `cached` tokens each."""
 
     name: str
     sequences: int
@@ -160,7 +160,7 @@ class Model:
 
 
 def _blocks(phase: Phase) -> int:
-    """Blocks of one sequence."""
+    """Number of blocks of one sequence."""
     return -(-(phase.cached + phase.new) // BLOCK)
 
 

@@ -1,7 +1,7 @@
 """Scheduling policies compared: tokens per second, time to first token, recomputed tokens.
 
 Each policy runs the same requests on the same engine, with a KV cache that is large enough and with smaller ones. The
-number of steps is the same on every machine, times are not. Policies take turns, and times are medians over the turns.
+number of steps is the same on every machine; times differ. Policies take turns, and times are medians over the turns.
 The ratio is relative to `max_utilization` with the same cache, in tokens per second.
 
 usage: python bench/scheduling_policies.py [CHECKPOINT] [--requests 48] [--turns 3]
@@ -45,9 +45,9 @@ class Result:
 
 
 def requests(count: int, vocabulary: int, stop_early: bool) -> list[EngineRequest]:
-    """Prompts of 16 to 48 tokens, outputs of 8 to 128; `stop_early`: max_tokens is 128 for all.
+    """Prompts of 16 to 48 tokens, outputs of 8 to 128 tokens; `stop_early`: max_tokens is 128 for all requests.
 
-    The id of a request ends with the length of its output.
+    The id of a request ends with its output length.
     """
     rng = random.Random(0)
     made = []
@@ -66,7 +66,7 @@ def requests(count: int, vocabulary: int, stop_early: bool) -> list[EngineReques
 
 
 def serve(core: EngineCore, batch: list[EngineRequest]) -> Result:
-    """Run all requests at once; requests that reach their length are aborted."""
+    """Run all requests at once; requests that reach their output length are aborted."""
     left = {request.request_id: int(request.request_id.partition(":")[2]) for request in batch}
     preempted_before, first_step = core.scheduler.num_preemptions, core.stats().step
     started = time.perf_counter()

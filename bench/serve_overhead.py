@@ -1,6 +1,6 @@
 """Overhead of serving: throughput and ITL through the OpenAI API, compared to the engine alone.
 
-The engine runs in its process (`AsyncEngine`, no front end), then behind `neso serve` with a streaming client per
+The engine runs in its own process (`AsyncEngine`, no front end), then behind `neso serve` with a streaming client per
 request, with the same checkpoint, prompts and settings. Prints medians of several rounds, in turns.
 
 usage: python bench/serve_overhead.py [CHECKPOINT] [--concurrency 4] [--rounds 3]

@@ -1,4 +1,4 @@
-"""`--smoke` of the benchmark scripts: a run of a few seconds that tests the script, not the machine."""
+"""`--smoke` of the benchmark scripts: a run of a few seconds that tests only the script."""
 
 from __future__ import annotations
 

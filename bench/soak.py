@@ -20,9 +20,9 @@ from soaking.loads import LOADS, Clients, Load, crash, has_own_process
 from soaking.server import Holdings, SoakedServer, start
 
 PAUSE = 0.002
-"""Seconds between two units of work of a worker."""
+"""Pause of a worker between two units of work, in seconds."""
 WARM = 0.2
-"""Share of the time after which memory must no longer grow."""
+"""Fraction of the run after which memory must no longer grow."""
 
 
 class Tally:
@@ -63,7 +63,9 @@ async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: 
             del loads[crash]
             print("(models do not run in processes: skip crashes)")
         tallies = {load: Tally() for load in loads}
-        for load in loads:  # each once, so that lazily created resources exist before the first reading
+        for (
+            load
+        ) in loads:  # run each load once, so that lazily created resources exist before the first reading
             await tallies[load].count(load, clients)
         readings = [server.holdings()]
         end = time.monotonic() + seconds
@@ -94,7 +96,7 @@ async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: 
 
 
 async def leftovers(clients: Clients) -> list[str]:
-    """Requests that the server still counts as in flight, and counters that differ from the clients'."""
+    """Return requests that the server still counts as in flight, and counters that differ from the clients'."""
     for _ in range(50):
         async with clients.http.get(clients.server.url("/metrics", "metrics")) as response:
             lines = (await response.text()).splitlines()
@@ -125,7 +127,7 @@ async def leftovers(clients: Clients) -> list[str]:
 
 
 def leaks(readings: list[Holdings]) -> list[str]:
-    """Resources that have grown, by readings before, during and after the load."""
+    """Return resources that have grown, from readings before, during and after the load."""
     first, last = readings[0], readings[-1]
     warm = [
         each for each in readings if each.seconds - first.seconds >= WARM * (last.seconds - first.seconds)

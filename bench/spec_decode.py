@@ -1,8 +1,8 @@
 """Speedup of speculative decoding by acceptance rate.
 
-The first rows use a proposer that knows the output and is right with a given probability, which shows the cost and gain
-of verification. The others use n-grams on a repetitive text, a draft model that always agrees (the model itself: all
-draft tokens are accepted, and cost as much as they save) and one that never does, with and without
+The first rows use a proposer that knows the output and is correct with a given probability; they show the cost and gain
+of verification. The other rows use n-grams on a repetitive text, a draft model that always agrees (the model itself:
+all draft tokens are accepted, but cost as much as they save) and a draft model that never agrees, with and without
 `adaptive_speculation`.
 
 usage: python bench/spec_decode.py [--size m] [--tokens 96] [--batch 1 4]
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def load_oracle(plain: EngineCore, outputs: Outputs, right: float) -> EngineCore:
-    """Engine with the weights and the cache of `plain`."""
+    """Create an engine with the weights and the cache of `plain`."""
     speculation = SpeculativeDecoding(OracleProposer(outputs, right), DraftLength(LENGTH, fixed=True))
     addons = standard_addons(plain.runner, speculation=speculation)
     num_blocks = plain.scheduler.kv.pool.num_blocks
@@ -132,7 +132,7 @@ def load_oracle(plain: EngineCore, outputs: Outputs, right: float) -> EngineCore
 
 
 def report(name: str, plain: EngineCore, core: EngineCore, batch: int, tokens: int, outputs: Outputs) -> None:
-    """Measure in turns and print the best of three each."""
+    """Measure the cases in turns and print the best of three runs each."""
     ours, theirs, accepted = 0.0, 0.0, 0.0
     for _ in range(3):
         theirs = max(theirs, generate(plain, batch, tokens)[1])

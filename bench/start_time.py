@@ -1,4 +1,4 @@
-"""Duration of commands, and of the start of the server until it is ready and until its first response.
+"""Duration of commands, and time from server start to readiness and to the first response.
 
 usage: python bench/start_time.py [--rounds 5]       medians over the rounds, after one that warms the disk cache
 """
@@ -18,7 +18,7 @@ BODY = b'{"text_input": "What is in-flight batching?", "temperature": 0}'
 
 
 def command(*arguments: str) -> float:
-    """Seconds of a command."""
+    """Measure the seconds of a command."""
     started = time.perf_counter()
     subprocess.run([*NESO, *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started

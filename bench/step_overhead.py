@@ -34,12 +34,12 @@ from neso.generation import SamplingParams
 PROMPT, OUTPUT = 64, 100_000
 
 
-# Small but for its vocabulary: only its sampler is used.
+# Small except for the vocabulary: only the sampler is used.
 SHAPES["idle"] = {"vocab": 32000, "hidden": 64, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate": 64}
 
 
 class IdleRunner(NativeRunner):
-    """Returns the same logits for every row; samples as the native runner does."""
+    """Returns the same logits for every row; samples like the native runner."""
 
     @classmethod
     def make(cls, checkpoint: Path) -> IdleRunner:

@@ -14,7 +14,7 @@ Prompt = TypeVar("Prompt")
 
 @dataclass
 class Measured:
-    """Arrival times (s) of the chunks of each response; a response has `tokens` tokens."""
+    """Arrival times (s) of the chunks of each response; each response has `tokens` tokens."""
 
     tokens: int
     seconds: float = 0.0

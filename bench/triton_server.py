@@ -20,7 +20,7 @@ HTTP_PORT, GRPC_PORT = 18000, 18001
 
 
 def install() -> Path:
-    """Interpreter of a scratch environment with Triton's wheel, created once per user."""
+    """Return the interpreter of a scratch environment with Triton's wheel, created once per user."""
     folder = Path(tempfile.gettempdir()) / f"bench-triton-{os.getuid()}"
     python = folder / "bin" / "python"
     if not (folder / "installed").exists():
@@ -45,7 +45,7 @@ def triton(python: Path, repository: Path, *options: str) -> AbstractContextMana
     ).stdout.split()
     home = Path(found[0]) / "pytriton" / "tritonserver"
     backends = home / "backends"
-    # The stub that runs models depends on the version of Python; the backend expects it in its folder.
+    # The stub that runs models depends on the Python version; the backend expects it in its own folder.
     stub = home / "python_backend_stubs" / found[1] / "triton_python_backend_stub"
     place = backends / "python" / stub.name
     if not place.exists() or not filecmp.cmp(stub, place):

@@ -1,10 +1,10 @@
 """Overhead of TensorRT-LLM's layout: tokens per second through its models, compared to the engine alone.
 
-The engine runs in its process (`AsyncEngine`, no front end), then as `tensorrt_llm` (tokens), `ensemble` and
+The engine runs in its own process (`AsyncEngine`, no front end), then as `tensorrt_llm` (tokens), `ensemble` and
 `tensorrt_llm_bls` (text) behind `neso serve`, streaming and not, with a client per request over HTTP's generate
-extension, with the same checkpoint, prompts and settings. Prints medians of the rounds, also of the ratios. `share` is
-the CPU time of the server process divided by that of the engine process: what the layout takes from an engine on the
-same cores. It is stable on a busy machine.
+extension, with the same checkpoint, prompts and settings. Prints medians of the rounds and of the ratios. `share` is
+the CPU time of the server process divided by that of the engine process. It shows the cost of the layout on cores
+shared with the engine, and is stable on a busy machine.
 
 usage: python bench/trtllm_layout.py [CHECKPOINT] [--concurrency 16] [--rounds 3] [--models NAME ...]
 """
@@ -49,7 +49,7 @@ class Case:
     shares: list[float] = field(default_factory=list)
 
     def body(self, prompt: str, ids: list[int]) -> bytes:
-        """Request body; only the length ends the generation."""
+        """Request body; generation ends only at the length limit."""
         if self.model == "tensorrt_llm":
             given: dict[str, Any] = {
                 "input_ids": ids,
@@ -77,7 +77,7 @@ def cpu_seconds(server: NesoServer) -> tuple[float, float]:
 
 
 class _Answer(asyncio.Protocol):
-    """Read until the connection is closed."""
+    """Reads a response until the connection is closed."""
 
     def __init__(self) -> None:
         self.received: list[bytes] = []
@@ -91,7 +91,7 @@ class _Answer(asyncio.Protocol):
 
 
 async def post(port: int, path: str, body: bytes) -> bytes:
-    """Send a request and read the raw response. An HTTP client would need as much CPU time as a model of the layout."""
+    """Send a request and read the raw response. An HTTP client would use as much CPU time as a model of the layout."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     )

@@ -1,8 +1,8 @@
 """Neso's backend `vllm` compared to vLLM's server, with the same vLLM, checkpoint, engine arguments and load.
 
 Both serve OpenAI streaming completions; Neso also generate_stream. The interpreter is that of .venv-vllm, which
-`./neso-test --all` creates. Each server is started and measured --rounds times, in turns, and medians are printed. The
-most stable figure is the CPU time of the front process per token, without the engine's process.
+`./neso-test --all` creates. The servers are started and measured in turns, --rounds times each, and medians are
+printed. The most stable figure is the CPU time of the front process per token, without the engine's process.
 
 usage: python bench/vllm_backend.py [CHECKPOINT] [--size s|m] [--rounds 2] [--quick] [--json FILE]
 """
@@ -52,7 +52,7 @@ CONFIG = 'backend: "vllm"\ninstance_group [ { count: 1, kind: KIND_MODEL } ]\n'
 
 @contextmanager
 def vllm_server(venv: Path, model: Path) -> Iterator[RunningServer]:
-    """Run `vllm serve` without request logs, as Neso."""
+    """Run `vllm serve` without request logs, like Neso."""
     command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", "model", "--port", str(VLLM_PORT), "--disable-uvicorn-access-log"]
     command += ["--max-model-len", str(ENGINE["max_model_len"]), "--enforce-eager"]
@@ -156,7 +156,7 @@ def measure(server: RunningServer, words: list[str], quick: bool) -> dict[str, M
         results[name] = measured(server, workload, load)
         print(f"{server.name:4} {name:5} {'/v1/completions':16} {results[name]}", flush=True)
         if server.name == "neso":
-            # Other prompts, since the first ones are in the prefix cache.
+            # Different prompts, because the first ones are in the prefix cache.
             again = dataclasses.replace(workload, seed=workload.seed + 1)
             result = measured(server, again, run_generate_stream(again, words))
             print(f"{server.name:4} {name:5} {'generate_stream':16} {result}", flush=True)

@@ -31,8 +31,8 @@ LLAMA_VERSION = "0.3.36"
 LLAMA_PORT = 19200
 VENV = Path.home() / ".cache" / "neso-bench" / "llamacpp"
 
-# What ggml can use, by the kernel's names. Not AMX: with it, version 0.3.36 crashes at the first product of Q8_0 or
-# Q4_0 (`ggml_backend_amx_mul_mat`), and GGML_NATIVE takes AMX where the CPU has it.
+# CPU features that ggml supports, with the kernel's names. Without AMX: version 0.3.36 crashes with AMX at the first
+# product of Q8_0 or Q4_0 (`ggml_backend_amx_mul_mat`), and GGML_NATIVE enables AMX if the CPU supports it.
 CPU_FEATURES = {
     "avx": "AVX",
     "avx2": "AVX2",
@@ -47,7 +47,7 @@ CPU_FEATURES = {
 PAIRS = {"BF16": (), "Q8_0": ("--quantization", "int8"), "Q4_0": ("--quantization", "int4")}
 DECODED = 64
 
-# One process a file: what it prints is JSON.
+# One process per file, which prints JSON.
 LOOP = """
 import json, random, sys, time, os
 import llama_cpp
@@ -74,7 +74,7 @@ print(json.dumps(result))
 
 @dataclass(frozen=True)
 class Figures:
-    """Milliseconds to first token of the prompts, and per decoded token."""
+    """Milliseconds to the first token of each prompt, and per decoded token."""
 
     prefill_128: float
     prefill_1024: float
@@ -82,7 +82,7 @@ class Figures:
 
     @classmethod
     def best(cls, rounds: list[Figures]) -> Figures:
-        """Minimum of each, since other load on the machine only adds."""
+        """Minimum of each figure, because other load on the machine can only increase it."""
         return cls(*(min(values) for values in zip(*(asdict(r).values() for r in rounds), strict=True)))
 
 
@@ -117,7 +117,7 @@ def run_llamacpp_server(venv: Path, file: Path, words: list[str]) -> Figures:
     threads = str(os.cpu_count())
     command = [str(venv / "bin" / "python"), "-m", "llama_cpp.server", "--model", str(file)]
     command += ["--port", str(LLAMA_PORT), "--n_threads", threads, "--n_threads_batch", threads]
-    # By default it computes logits for every position of a prompt.
+    # By default, the server computes logits for every position of a prompt.
     command += ["--n_batch", "1024", "--logits_all", "false", "--verbose", "false"]
     with serve("llamacpp", command, f"http://127.0.0.1:{LLAMA_PORT}", "model") as server:
         return measure(server, words)
@@ -137,7 +137,7 @@ def measure(server: RunningServer, words: list[str] | None) -> Figures:
 
     load(32, 8, 2, 99)
     load(1024, 2, 1, 98)
-    # Two tokens, since a server may hold back the first if it is part of a character.
+    # Two tokens, because a server may hold back the first one if it is an incomplete character.
     short, long = load(128, 2, 5, 1), load(1024, 2, 3, 2)
     return Figures(short.ttft_p50, long.ttft_p50, load(64, DECODED, 2, 3).itl_p50)
 

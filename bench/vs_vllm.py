@@ -1,7 +1,7 @@
 """Neso compared to vLLM's CPU build through the OpenAI API, with the same checkpoint and load on all cores.
 
-vLLM is installed into its own environment, .venv-vllm. Both servers keep their defaults, including the prefix cache (no
-two prompts have a common prefix), except for vLLM's threads, see `vllm`.
+vLLM is installed into its own environment, .venv-vllm. Both servers use their defaults, including the prefix cache (no
+two prompts have a common prefix), except for vLLM's number of threads, see `vllm`.
 
 usage: python bench/vs_vllm.py [CHECKPOINT] [--venv DIR] [--quick] [--json FILE] [--only neso|vllm]
 """
@@ -46,7 +46,7 @@ SMOKE_CASES = {"c=2 16/4": Workload(16, 4, 2, 2)}
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of a server: seconds from its start to the first response, resident bytes after the load."""
+    """Results of a server: seconds from its start to the first response, and resident bytes after the load."""
 
     first_response: float
     resident: int
@@ -62,7 +62,7 @@ def install_vllm(venv: Path) -> str:
 
 
 def vllm(venv: Path, model: Path):  # type: ignore[no-untyped-def]
-    """Run vLLM with one thread per core, as Neso; by default it reserves a core for its front end."""
+    """Run vLLM with one thread per core, like Neso; by default, vLLM reserves a core for its front end."""
     command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", "model", "--port", str(VLLM_PORT), "--max-model-len", "2048"]
     environment = {

@@ -3,7 +3,7 @@
 
 NB_MODULE(_native, m) {
     m.doc() = "C++ kernels of the native runner.";
-    // Servers call exit with models and threads alive, so leaks at exit are expected.
+    // Servers exit while models and threads are alive, so leaks at exit are expected.
     nanobind::set_leak_warnings(false);
     neso::bind_adapter(m);
     neso::bind_isa(m);

@@ -67,7 +67,7 @@ __all__ = [
     "load_tokenizer",
 ]
 
-# Imported when they are first used, so that `import neso` costs nothing.
+# Imported on first use, so that `import neso` is fast.
 _MODULES = {
     "neso.engine.client.llm": ("LLM",),
     "neso.engine.text.tokenizer": ("Tokenizer", "load_tokenizer"),

@@ -1,15 +1,15 @@
-"""Command-line flags, declared on the option that they set.
+"""Command-line flags, declared on the options that they set.
 
-An options class, or a function that makes options, names the flag of each field or parameter in its annotation:
+An options class, or a function that returns options, declares the flag of each field or parameter in its annotation:
 
     @dataclass(frozen=True)
     class HttpOptions:
         port: Annotated[int, Flag("http-port", "Port of the KServe HTTP front end.", PORT)] = 8000
         tls: Annotated[TlsFiles | None, FlagGroup(http_tls)] = None
 
-Type and default of a flag are those of its field. The command line, its help, the file of `--config` and
-docs/reference/command-line.md are derived from these declarations; programs use the classes themselves. Modules that
-declare flags are imported by `neso serve --help`, so they must be quick to import.
+A flag has the type and the default of its field. The command line, its help, the file of `--config` and
+docs/reference/command-line.md are derived from these declarations; programs use the classes directly. Modules that
+declare flags are imported by `neso serve --help`, so they must be fast to import.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 class Kind:
     """Type of a flag's value.
 
-    `parse` reads the text of the command line and raises `ValueError` that says what is expected. A `bare` flag takes
-    no value.
+    `parse` converts the command-line text and raises `ValueError` with the expected format. A `bare` flag takes no
+    value.
     """
 
     metavar: str
@@ -40,7 +40,7 @@ class Kind:
     bare: bool = False
 
     def format(self, value: Any) -> str:
-        """A value as it is written on the command line."""
+        """Format a value in command-line syntax."""
         if isinstance(value, bool):
             return str(value).lower()
         if isinstance(value, float):
@@ -49,7 +49,7 @@ class Kind:
 
 
 def choice(*names: str) -> Kind:
-    """One of `names`."""
+    """Return the kind of a flag whose value is one of `names`."""
     return _choice({name: name for name in names})
 
 
@@ -65,7 +65,7 @@ def _choice(values: dict[str, Any]) -> Kind:
 
 
 def integer(minimum: int | None = None, maximum: int | None = None) -> Kind:
-    """A whole number within the bounds."""
+    """Return the kind of a flag whose value is an integer within the bounds."""
 
     def parse(text: str) -> int:
         try:
@@ -79,7 +79,7 @@ def integer(minimum: int | None = None, maximum: int | None = None) -> Kind:
 
 
 def number(minimum: float | None = None) -> Kind:
-    """A decimal number of at least `minimum`."""
+    """Return the kind of a flag whose value is a decimal number of at least `minimum`."""
 
     def parse(text: str) -> float:
         try:
@@ -132,7 +132,7 @@ BOOLEAN = Kind("true|false", _boolean)
 SWITCH = Kind("", _boolean, bare=True)
 JSON_OBJECT = Kind("JSON", _object)
 LEVEL = Kind("LEVEL", _level)
-"""A whole number of at least 0; true is 1 and false is 0."""
+"""An integer of at least 0; true is 1 and false is 0."""
 
 _KINDS = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: TEXT, Path: PATH, dict: JSON_OBJECT}
 
@@ -141,14 +141,14 @@ _KINDS = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: TEXT, Path: PATH, dic
 class Flag:
     """A command-line option `--name=VALUE`.
 
-    - kind: type of the value, by default that of the annotated field
-    - default: by default that of the annotated field
-    - default_text: shown in place of the default
-    - repeated: may be given several times, its value is a list; true for fields that are tuples or lists
-    - topic: heading in the help and the docs, by default that of the class
-    - fallback: name of the flag whose value is used when this one is not given
-    - convert: makes the value of the field from that of the flag. May raise `ServerError`.
-    - ignored: why an option of tritonserver has no effect; it is accepted with a warning
+    - kind: type of the value; by default the type of the annotated field
+    - default: by default the default of the annotated field
+    - default_text: text shown instead of the default
+    - repeated: can be given several times, and its value is a list; true for fields that are tuples or lists
+    - topic: heading in the help and the docs; by default the topic of the class
+    - fallback: name of the flag whose value is used when this flag is not given
+    - convert: converts the value of the flag to the value of the field; can raise `ServerError`
+    - ignored: reason why an option of tritonserver has no effect; it is accepted with a warning
     """
 
     name: str
@@ -176,12 +176,12 @@ class Flag:
 
     @property
     def value_name(self) -> str:
-        """Placeholder of the value in the help; "" if the flag takes none."""
+        """Placeholder of the value in the help; "" if the flag takes no value."""
         return self.metavar or self.kind.metavar
 
     @property
     def description(self) -> str:
-        """Help text, default and remarks."""
+        """Help text with the default and remarks."""
         text = self.help
         if self.repeated:
             text += " May be given several times."
@@ -195,14 +195,14 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class SameAs:
-    """The field has the value of a flag that is declared elsewhere."""
+    """Annotation of a field that has the value of a flag declared elsewhere."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class FlagGroup:
-    """`make`, a class or function with flags on its parameters, makes the value of the field."""
+    """Annotation of a field whose value is created by `make`, a class or function with flags on its parameters."""
 
     make: Callable[..., Any]
     topic: str = ""
@@ -212,7 +212,7 @@ Declaration = Flag | SameAs | FlagGroup
 
 
 def declarations(make: Callable[..., Any]) -> dict[str, Declaration]:
-    """The flags of a class or function by field or parameter, completed by the types and defaults of these."""
+    """Return the flags of a class or function by field or parameter, completed with its type and default."""
     names = _TypeNames(vars(builtins) | vars(sys.modules[make.__module__]))
     hints = get_type_hints(make, localns=names, include_extras=True)
     defaults = _defaults(make)
@@ -229,7 +229,7 @@ def declarations(make: Callable[..., Any]) -> dict[str, Declaration]:
 
 
 def flags_of(make: Callable[..., Any], topic: str = "") -> Iterator[Flag]:
-    """The flags of a class or function and of its groups, in order of declaration; `topic` where none is given."""
+    """Yield the flags of a class or function and of its groups, in declaration order; `topic` is the default topic."""
     for declaration in declarations(make).values():
         if isinstance(declaration, FlagGroup):
             yield from flags_of(declaration.make, declaration.topic or topic)
@@ -238,7 +238,7 @@ def flags_of(make: Callable[..., Any], topic: str = "") -> Iterator[Flag]:
 
 
 class _TypeNames(dict[str, Any]):
-    """Names that annotations use. A name that is imported for type checkers only stands for any type."""
+    """Names used in annotations. Names imported only for type checking resolve to `Any`."""
 
     def __missing__(self, name: str) -> Any:
         return Any
@@ -254,7 +254,7 @@ def _defaults(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _completed(flag: Flag, hint: Any, default: Any) -> Flag:
-    """The flag with the type and the default of its field."""
+    """Return the flag with the type and the default of its field."""
     if flag.convert is not None:
         return flag
     if get_origin(hint) in (Union, types.UnionType):

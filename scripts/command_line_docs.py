@@ -15,7 +15,7 @@ BEGIN = "<!-- The tables are written by scripts/command_line_docs.py. -->\n"
 
 
 def page(text: str) -> str:
-    """The page with up-to-date tables; the text above them is kept."""
+    """Return the page with up-to-date tables; the text above them is unchanged."""
     sections = (_section(title, flags) for title, flags in TOPICS.items())
     return text[: text.index(BEGIN)] + BEGIN + "".join(sections)
 

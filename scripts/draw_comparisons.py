@@ -32,7 +32,7 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 
 
 def draw(results: list[dict[str, Any]]) -> str:
-    """An SVG of horizontal bars, one group per result. A ratio above 1 means that Neso is faster."""
+    """Draw an SVG of horizontal bars, one group per result. A ratio above 1 means that Neso is faster."""
     largest = max(ratio for result in results for ratio in result["ratios"].values())
     scale = (WIDTH - LEFT - RIGHT) / largest
     parts = ['<text x="12" y="22" class="title">Neso relative to other servers (dashed line: equal)</text>']

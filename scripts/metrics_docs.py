@@ -65,7 +65,7 @@ class Section(NamedTuple):
 
 
 def sections() -> list[Section]:
-    """All families, each in exactly one section."""
+    """Return the sections; each family is in exactly one section."""
     counts = _model_families(counter_latencies=False)
     seen = {family.name for family in counts}
 
@@ -143,7 +143,7 @@ def sections() -> list[Section]:
 
 
 def page() -> str:
-    """The up-to-date page."""
+    """Return the up-to-date page."""
     return HEAD + "".join(map(_section, sections()))
 
 
@@ -154,7 +154,7 @@ def _model_families(**switches: bool) -> list[Family]:
 def _language_model(
     *, num_speculative_tokens: int = 0, lora: LoraConfig | None = None, in_flight_batching: bool = True
 ) -> MetricsRegistry:
-    """Registry with the metrics of a language model with these options."""
+    """Return a registry with the metrics of a language model with these options."""
     info = EngineInfo(
         *("native", 2048, 64, 32000, 64, 16, 2**20, 0.5),
         num_speculative_tokens=num_speculative_tokens,
@@ -167,7 +167,7 @@ def _language_model(
 
 
 def vllm_model() -> list[Family]:
-    """Families of a model of the backend `vllm`."""
+    """Return the families of a model of the backend `vllm`."""
     registry = MetricsRegistry()
     VllmMetrics(registry, "model", "1", lambda: 0)
     return registry.describe()
@@ -178,7 +178,7 @@ def _new(registry: MetricsRegistry, known: MetricsRegistry) -> list[Family]:
 
 
 def _values(registry: MetricsRegistry) -> dict[str, list[str]]:
-    """Values of labels that have several values from the start."""
+    """Return the values of labels that have several values at startup."""
     found: dict[str, dict[str, None]] = {}
     for metric in registry.collect():
         for sample in metric.samples:
@@ -207,7 +207,7 @@ def _label(label: str, values: Mapping[str, list[str]]) -> str:
 
 
 def _unit(name: str) -> str:
-    """Unit of a family, "" for counts."""
+    """Return the unit of a family, "" for counts."""
     return _UNITS.get(name) or next((unit for end, unit in _ENDINGS.items() if name.endswith(end)), "")
 
 

@@ -1,4 +1,4 @@
-# Sourced by neso-up and neso-test. Creates .venv and installs the package, again only when its inputs changed.
+# Sourced by neso-up and neso-test. Creates .venv and installs the package; reinstalls it only when its inputs changed.
 
 MIN_PYTHON=10  # 3.10
 
@@ -21,8 +21,8 @@ check_compiler() {
     fi
 }
 
-# Changes when the package has to be installed again: the compiled sources, the dependencies, and the list of Python
-# files. Python files run from the checkout, but an editable installation records which packages exist.
+# Fingerprint of everything that requires a new installation: the compiled sources, the dependencies, and the list of
+# Python files. Python files run from the checkout, but an editable installation records which packages exist.
 fingerprint() {
     {
         cat pyproject.toml constraints.txt CMakeLists.txt scripts/setup.sh $(find csrc -type f | sort)
@@ -30,8 +30,8 @@ fingerprint() {
     } | cksum
 }
 
-# The functions below run under `set -e`. Don't call them in `&&`, `||` or `if`: that would turn it off inside them,
-# and a failed installation would be stamped as done.
+# The functions below run under `set -e`. Don't call them in `&&`, `||` or `if`: that would disable it inside them,
+# and a failed installation would be marked as complete.
 
 # install NAME EXTRAS: pip install the package with these extras unless the stamp of this fingerprint exists.
 install() {

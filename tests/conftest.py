@@ -18,10 +18,10 @@ from virtual_time import VirtualTime
 from neso.engine.runners.registry import has_nvidia_gpu
 
 if not has_nvidia_gpu():
-    # Triton interprets its kernels on the CPU. It reads the variable when the kernels are imported.
+    # Triton interprets kernels on the CPU. It reads the variable when they are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Derandomized: a run that passed passes again. `--hypothesis-profile=random` looks for new examples.
+# Derandomized: runs are reproducible. `--hypothesis-profile=random` searches for new examples.
 settings.register_profile(
     "default", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -29,7 +29,7 @@ settings.register_profile("random", settings.get_profile("default"), derandomize
 settings.load_profile("default")
 
 
-# Files with a single test that takes minutes. They start first, or they would run alone at the end.
+# Files with a single test that takes minutes. They start first, so that they do not run alone at the end.
 LONGEST = ("test_install_size.py", "test_random_schemas.py")
 
 
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     seconds = config.getoption("--write-slow-tests")
-    if seconds is not None and not hasattr(config, "workerinput"):  # not in workers of pytest-xdist
+    if seconds is not None and not hasattr(config, "workerinput"):  # not in pytest-xdist workers
         config.pluginmanager.register(SlowTestsWriter(seconds))
 
 
@@ -52,7 +52,7 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow tests and order files.
 
-    Order, for `--dist loadfile --no-loadscope-reorder`: the longest first, then those with most tests.
+    Order, for `--dist loadfile --no-loadscope-reorder`: longest files first, then by number of tests.
     """
     mark_matrices_slow(items)
     mark_listed_slow(items)

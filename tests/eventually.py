@@ -1,4 +1,4 @@
-"""Wait for conditions that other tasks, threads or processes bring about."""
+"""Wait for conditions that other tasks, threads or processes cause."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATIENCE = 60.0
 
 
 async def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Return when the condition holds. The event loop keeps running. Raises `AssertionError` after `seconds`."""
+    """Return when the condition is true. The event loop keeps running. Raises `AssertionError` after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition did not hold in time"

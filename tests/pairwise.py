@@ -1,4 +1,4 @@
-"""Choose few cases of large parameter matrices for the default tier."""
+"""Choose a subset of large parameter matrices for the default tier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_CASES = 24
 
 
 def pairwise_cover(cases: Sequence[Case]) -> set[int]:
-    """Positions of cases that together have every pair of values that occurs in `cases`.
+    """Return positions of cases that together cover every pair of values in `cases`.
 
     Greedy: the next case is the first one with the most pairs that are not covered yet.
     """
@@ -51,6 +51,6 @@ def mark_matrices_slow(items: Sequence[pytest.Item]) -> None:
 
 
 def _numbered(values: Sequence[str]) -> tuple[int, ...]:
-    """Each value as the number of its first occurrence among the distinct values."""
+    """Replace each value by the index of its first occurrence among the distinct values."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)

@@ -1,8 +1,8 @@
-"""Tests that the default tier leaves out because they take long, listed in slow_tests.txt.
+"""Tests that the default tier skips because they are slow, listed in slow_tests.txt.
 
     ./neso-test --all --write-slow-tests 2 -n 3 --dist loadfile --no-loadscope-reorder
 
-runs all tests and writes the list anew: those whose call took more than 2 seconds.
+runs all tests and rewrites the list with those that took more than 2 seconds.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ LIST = Path(__file__).with_name("slow_tests.txt")
 
 
 def listed() -> frozenset[str]:
-    """Node ids of the tests in the list."""
+    """Return the node ids of the listed tests."""
     return frozenset(LIST.read_text().splitlines())
 
 
 def mark_listed_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark the tests in the list as slow."""
+    """Mark the listed tests as slow."""
     slow = listed()
     for item in items:
         if item.nodeid in slow:

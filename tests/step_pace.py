@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pytest
 
 RUNNERS = (NativeRunner, ReferenceRunner)
-# Python runs this module when a child process starts.
+# Python imports this module when a child process starts.
 _SITECUSTOMIZE = """
 from step_pace import RUNNERS, slowed
 
@@ -26,7 +26,7 @@ for kind in RUNNERS:
 
 
 def slowed(step: Any, seconds: Callable[[], float]) -> Any:
-    """Return a runner's `step` that takes longer by the given seconds."""
+    """Return a runner's `step` that takes the given number of seconds longer."""
 
     def slow(runner: Any, plan: Any) -> Any:
         time.sleep(seconds())
@@ -48,7 +48,7 @@ def slow_children(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 class StepPace:
-    """Adds `seconds` to each step of engines in this process. A test may change the value."""
+    """Adds `seconds` to each step of engines in this process. Tests may change the value."""
 
     def __init__(self, patch: pytest.MonkeyPatch, seconds: float = 0.05) -> None:
         self.seconds = seconds

@@ -1,4 +1,4 @@
-"""Links between the pages of the documentation resolve, and the index lists every page."""
+"""Links between documentation pages resolve, and the index lists every page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of cases for the default tier."""
+"""Choice of cases for the default tier."""
 
 from __future__ import annotations
 

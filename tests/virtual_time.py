@@ -14,8 +14,8 @@ import pytest
 class VirtualTime:
     """Replaces the monotonic clock of `time`, and with it the clock of the running asyncio event loop.
 
-    Time moves only while no task can run, and then to the next timer. Use it for code without threads, sockets and
-    processes, whose work would take no time.
+    Time advances only while no task is ready, to the next timer. Use it for code without threads, sockets and
+    processes: their work would take no virtual time.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ class VirtualTime:
         patch.setattr(time, "monotonic", lambda: self.now() * 1e-9)
 
     def now(self) -> int:
-        """Return nanoseconds, different for each call."""
+        """Return nanoseconds, increasing with each call."""
         self._ns += 1
         return self._ns
 

@@ -23,11 +23,11 @@ TIMEOUT = 30.0
 QUESTION = "What is paged attention?"
 
 Load = Callable[["Clients"], Awaitable[str]]
-"""Does one unit of work and returns its outcome: "ok", or the reason of an expected rejection."""
+"""Executes one unit of work and returns its outcome: "ok", or the reason of an expected rejection."""
 
 
 class Wrong(AssertionError):
-    """The server violated an expectation."""
+    """The server behaved unexpectedly."""
 
 
 class Clients:
@@ -47,13 +47,13 @@ class Clients:
         await self._channel.close()
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body."""
+        """Send a POST request; return status, headers and body."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.http.post(self.server.url(path), data=data, headers=headers) as response:
             return response.status, dict(response.headers), await response.read()
 
     async def infer(self, model: str, body: Any, **headers: str) -> tuple[dict[str, Any], bytes]:
-        """JSON and binary data of a response that must succeed."""
+        """Send an infer request that must succeed; return the JSON and binary data of the response."""
         status, answer_headers, answer = await self.post(f"/v2/models/{model}/infer", body, **headers)
         expect(status == 200, f"{model}: {status} {answer[:200]!r}")
         length = int(answer_headers.get("Inference-Header-Content-Length", len(answer)))
@@ -122,7 +122,7 @@ async def grpc_unary(clients: Clients) -> str:
 
 
 async def grpc_stream(clients: Clients) -> str:
-    """Several decoupled requests on one stream; each must get all its responses once and in order."""
+    """Several decoupled requests on one stream; each must receive all its responses once and in order."""
     counts = {str(i): clients.random.randrange(12) for i in range(3)}
     requests = [message("repeat", np.array([n], np.int32), "COUNT", "INT32", id) for id, n in counts.items()]
     got: dict[str, list[int]] = {id: [] for id in counts}
@@ -178,7 +178,7 @@ async def cancel_stream(clients: Clients) -> str:
 
 
 async def vanish(clients: Clients) -> str:
-    """Send a request or a part of it, and close the connection."""
+    """Send a complete or partial request, then close the connection."""
     body = json.dumps({"inputs": [tensor(clients.vector(), "FP32")]}).encode()
     head = b"POST /v2/models/vanishing/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     wire = (head + body) * clients.random.choice([1, 1, 3])
@@ -190,7 +190,7 @@ async def vanish(clients: Clients) -> str:
 
 
 async def load_unload(clients: Clients) -> str:
-    """Load and unload a model under requests, which succeed or are rejected."""
+    """Load and unload a model during requests, which must succeed or be rejected."""
     action = clients.random.choice(["load", "load", "unload"])
     change = clients.post(f"/v2/repository/models/spare/{action}", {})
     asks = [clients.post("/v2/models/spare/infer", {"inputs": [tensor([1.0], "FP32")]}) for _ in range(3)]
@@ -226,7 +226,7 @@ async def shared_memory(clients: Clients) -> str:
 
 
 async def sequence(clients: Clients) -> str:
-    """Sequences must keep their own sums."""
+    """Check that each sequence keeps its own sum."""
     number, total = next(clients.numbers), 0
     values = [clients.random.randrange(100) for _ in range(5)]
     for i, value in enumerate(values):
@@ -248,7 +248,7 @@ async def crash(clients: Clients) -> str:
 
 
 async def has_own_process(clients: Clients) -> bool:
-    """Whether models run in processes (EXECUTION_MODE): a crashing model must not run in the server."""
+    """Whether models run in processes (EXECUTION_MODE); crash tests require it."""
     status, _, answer = await clients.post("/v2/models/crasher/infer", {"inputs": [tensor([1], "INT32")]})
     return status == 200 and json.loads(answer)["outputs"][0]["data"] != [clients.server.pid]
 

@@ -47,7 +47,7 @@ class TritonPythonModel:
             responses.append(pb_utils.InferenceResponse(outputs))
         return responses
 """
-# Answers with the number of its process, or ends it, if that is asked and it is not the server's own.
+# Returns its process id; a negative input ends the process.
 CRASHER = """
 import os
 import numpy as np

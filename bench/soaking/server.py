@@ -14,7 +14,7 @@ from neso_server import FRONT_ENDS, NesoServer, served
 
 @dataclass(frozen=True)
 class Holdings:
-    """Resources of the server and its child processes. `seconds` since it was ready; `rss` in MiB."""
+    """Resources of the server and its child processes. `seconds`: time since the server became ready; `rss`: in MiB."""
 
     seconds: float
     rss: float
@@ -25,7 +25,7 @@ class Holdings:
 
 
 class SoakedServer:
-    """Runs until the end of the `with` block of `start`."""
+    """A server that runs until the end of the `with` block of `start`."""
 
     def __init__(self, server: NesoServer) -> None:
         self.ports = server.ports

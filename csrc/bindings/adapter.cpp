@@ -3,7 +3,7 @@
 namespace neso {
 namespace {
 
-// Set the stacked matrices A of a product's changes; `add_part` then adds their matrices B, in the same order.
+// Set the stacked matrices A of a product; `add_part` then adds the matrices B, in the same order.
 void add_product(OwnedAdapter& owned, int layer, int product, int inputs, Array<uint8_t> a, Array<float> scales) {
     Adapter& adapter = owned.adapter;
     const int ranks = int(scales.size());

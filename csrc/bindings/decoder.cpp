@@ -18,7 +18,7 @@ struct OwnedExperts {
     Experts experts;
 };
 
-// Arrays by name; they must outlive pointers to them.
+// Arrays by name. They must outlive all pointers to them.
 const float* vector_named(const nb::dict& vectors, const char* name) {
     if (!vectors.contains(name)) return nullptr;
     return nb::cast<Array<float>>(vectors[name], false).data();

@@ -8,8 +8,8 @@
 namespace neso {
 namespace {
 
-// Multiplies x[rows, inputs] with each of the matrices of one shape and kind, `repeats` times. `result` holds the last
-// product; returns its row stride.
+// Multiplies x[rows, inputs] by each of the matrices, which have one shape and kind, `repeats` times. `result` holds
+// the last product; returns its row stride.
 int64_t run_products(const std::vector<const OwnedMatrix*>& matrices, const float* x, int rows, const Kernels& kernels,
                      int threads, int repeats, Buffer<float>& result) {
     const Matrix& first = matrices.front()->matrix;
@@ -51,7 +51,7 @@ void matmul(const OwnedMatrix& owned, Array<float, 2> x, MutableArray<float, 2> 
     }
 }
 
-// Multiplies x[rows, inputs] with each of the matrices of one shape and kind in turn, `repeats` times, like the layers
+// Multiplies x[rows, inputs] by each of the matrices, which have one shape and kind, `repeats` times, like the layers
 // of a model. The results are discarded.
 void multiply_each(const std::vector<const OwnedMatrix*>& matrices, Array<float, 2> x, const std::string& isa,
                    int threads, int repeats) {

@@ -1,4 +1,4 @@
-// Validation of steps and adapters from Python, so that none can read or write out of bounds.
+// Validation of steps and adapters from Python. It prevents out-of-bounds reads and writes.
 #pragma once
 
 #include "model/decoder.h"

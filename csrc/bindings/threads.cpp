@@ -1,4 +1,4 @@
-// Access to the thread team for its tests.
+// Bindings of the thread team, for tests.
 #include <thread>
 
 #include "bindings/bindings.h"
@@ -7,9 +7,9 @@
 namespace neso {
 namespace {
 
-// How often each chunk of loops with `counts` chunks was executed in `calls` calls, concatenated over loops. After each
-// loop, a loop of one chunk sets the number of chunks of the next. `alone`: the other threads may enter the loops only
-// after the caller has finished them.
+// Returns how often each chunk of loops with `counts` chunks was executed in `calls` calls, concatenated over loops.
+// After each loop, a loop of one chunk sets the number of chunks of the next loop. `alone`: the other threads may enter
+// the loops only after the caller has finished them.
 std::vector<int> count_chunks(const std::vector<int>& counts, int threads, int calls, bool alone) {
     require(threads > 0, "there must be a thread");
     std::vector<size_t> first_of(1, 0);

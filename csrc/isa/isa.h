@@ -6,18 +6,18 @@
 
 namespace neso {
 
-// Levels that kernels are compiled for, best last. On x86-64, each includes the previous one.
+// Levels that kernels are compiled for, best last. On x86-64, each level includes the previous one.
 enum class Isa { generic, avx2, avx512, avx512_bf16, amx };
 
 const char* isa_name(Isa isa);
 
-// Throws std::invalid_argument for an unknown level, or one that this CPU does not support.
+// Throws std::invalid_argument for an unknown level, or a level that this CPU does not support.
 Isa isa_from_name(const std::string& name);
 
 // Levels that this CPU and operating system support, best first; never empty.
 std::vector<Isa> supported_isas();
 
-// The level named by the environment variable NESO_ISA, by default the best.
+// The level named by the environment variable NESO_ISA, by default the best level.
 Isa default_isa();
 
 }  // namespace neso

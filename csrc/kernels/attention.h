@@ -119,7 +119,7 @@ class Attention {
         }
     }
 
-    // Two panels at a time: with the few rows of a decode, sums of a single panel would stall on latency.
+    // Two panels at a time: with the few rows of a decode step, a single panel of sums would stall on latency.
     void compute_scores(int first_block, int count) {
         const int panels_per_block = slots_ / kPanel, panels = count * panels_per_block;
         const auto panel_at = [&](int panel) {
@@ -132,7 +132,7 @@ class Attention {
         if (panel < panels) score_panels<1>(panel_at(panel), 0, panel * kPanel);
     }
 
-    // Like `dot`, but rows of a panel are as far apart as the block has slots, and panels `stride` apart.
+    // Like `dot`, but the row stride of a panel is the number of slots of the block, and panels are `stride` apart.
     template <int Panels>
     void score_panels(const T* keys, int64_t stride, int first_slot) {
         for_row_blocks<kAttentionRows>(rows_, [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
@@ -187,7 +187,7 @@ class Attention {
         }
     }
 
-    // The same for a token of a tree: it sees the context, and the nodes of the tree in its bit mask.
+    // The same for a token of a tree, which attends to the context and to the tree nodes in its bit mask.
     void mask_in_tree(int row, int begin, int count, int key_begin, int key_end) {
         const int number = task_.first_position + row / group_ - task_.tree_begin;
         const uint64_t seen = task_.tree_masks[number];

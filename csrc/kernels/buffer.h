@@ -13,7 +13,7 @@
 
 namespace neso {
 
-// The size of cache lines and of rows of a tile register.
+// Size of a cache line and of a row of a tile register, in bytes.
 constexpr int64_t kAlignment = 64;
 
 template <typename T>
@@ -29,7 +29,7 @@ class Buffer {
     }
     ~Buffer() { std::free(data_); }
 
-    // Make room for `count` values; growing discards the content. New memory is zeroed.
+    // Ensure capacity for `count` values. Growing discards the content; new memory is zeroed.
     void reserve(int64_t count) {
         if (count <= count_) return;
         std::free(data_);

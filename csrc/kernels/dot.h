@@ -84,7 +84,7 @@ struct Bf16Panel {
 
 // sums[r][p] += a[r] . panel p, over `depth` inputs (a multiple of kStep).
 //
-// With Ahead, half as many bytes as the panels have are prefetched from `ahead`.
+// With Ahead, prefetches half the byte size of the panels from `ahead`.
 template <typename Panel, int Rows, int Panels, bool Ahead = false>
 NESO_INLINE void dot(const typename Panel::Input* a, int64_t a_stride, const typename Panel::Weight* b,
                      int64_t b_stride, int depth, F32 (&sums)[Rows][Panels][kVectors], const char* ahead = nullptr) {

@@ -38,7 +38,7 @@ inline void gemm_bf16(const Input& input, const Matrix& matrix, const GemmRange&
 #endif
 }
 
-// Unpack a few panels, and multiply them while they are cached.
+// Unpack a few panels and multiply them while they are cached.
 inline void gemm_unpacked(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                           bool accumulate) {
     constexpr bool kBf16 = kBf16Input == InputKind::bf16;

@@ -10,10 +10,10 @@ namespace neso::NESO_ISA {
 constexpr int kMaxPrefetchRows = 48;
 
 // Panels [first, first + Panels) are at `weights`, `weight_stride` elements apart. All rows use them while they are
-// cached: with few rows, the time is that of reading the weights once.
+// cached, so with few rows the time is the time to read the weights once.
 //
-// The first rows wait for memory. The following rows prefetch `next`, half of it each; otherwise reading and computing
-// would alternate.
+// The first rows are bound by memory latency. Each of the following rows prefetches half of `next`; otherwise reading
+// and computing would alternate.
 template <typename Panel, int Panels>
 NESO_INLINE void gemm_panels(const Input& input, const Matrix& matrix, const GemmRange& range, int first,
                              const typename Panel::Weight* weights, int64_t weight_stride, const char* next, float* out,
@@ -37,7 +37,7 @@ NESO_INLINE void gemm_panels(const Input& input, const Matrix& matrix, const Gem
     });
 }
 
-// `after`: address that is likely read after these panels; only a prefetch hint.
+// `after`: address that is likely to be read after these panels; only a prefetch hint.
 template <typename Panel>
 void gemm_dense(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                 bool accumulate, const char* after = nullptr) {

@@ -1,4 +1,4 @@
-// Integer inputs times quantized panels, for batches so small that reading the weights dominates.
+// Integer inputs times quantized panels, for small batches, where reading the weights dominates.
 //
 // Activations are integers with a scale per group of inputs. With VNNI they are one or two planes of 8 bits: two planes
 // make 16 bits, more precise than bfloat16, at the cost of a second instruction hidden by memory latency. Otherwise they

@@ -14,7 +14,7 @@ constexpr InputKind kBf16Input = InputKind::bf16;
 constexpr InputKind kBf16Input = InputKind::f32;
 #endif
 
-// From this number of rows on, quantized panels are unpacked instead of multiplied as integers. Measured.
+// From this number of rows, quantized panels are unpacked instead of multiplied as integers. Measured.
 #if defined(__AMX_BF16__)
 constexpr int kUnpackRows = 13, kUnpackRowsDynamic = 25;
 #elif defined(__AVX512BF16__)
@@ -44,7 +44,7 @@ inline Input describe_input(const Matrix& matrix, int rows) {
 #endif
         input.stride = int64_t(input.depth) * input.planes;
         input.value_bytes = rows * input.stride * int64_t(sizeof(IntegerCode));
-        // The largest size that divides the weights' groups and keeps sums of a group within 32 bits.
+        // The largest size that divides the weights' groups and for which sums of a group fit 32 bits.
         input.group_size = matrix.group_size % 128 == 0 ? 128 : matrix.group_size % 64 == 0 ? 64 : 32;
         input.num_groups = rows * (round_up(input.depth, input.group_size) / input.group_size);
         return input;
@@ -89,7 +89,7 @@ NESO_INLINE void quantize_group(const float* values, int count, int limit, Integ
 
 inline void pack_integers(const Input& input, int row, int first, int count, const float* values) {
 #if defined(__AVX512VNNI__)
-    // 16 bits less half a low plane, so that the high plane stays within 8 bits.
+    // 16 bits minus half a low plane, so that the high plane fits 8 bits.
     const int limit = input.planes == 2 ? 32512 : 127;
     const int64_t plane_stride = input.planes == 2 ? input.depth : 0;
 #else

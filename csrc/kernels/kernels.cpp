@@ -4,7 +4,7 @@
 
 namespace neso {
 
-// Each is defined in the source file of its name.
+// Each table is defined in the source file of the same name.
 namespace generic { extern const Kernels kernels; }
 #if defined(NESO_X86)
 namespace avx2 { extern const Kernels kernels; }

@@ -39,25 +39,25 @@ struct AttentionTask {
     int first_position;        // of the first query
     int num_tokens;            // queries are num_tokens x group
     int key_begin, key_end;
-    int window;                // tokens that each query sees, itself included; 0: all
-    int sinks;                 // first tokens that it sees in addition
+    int window;                // keys that each query attends to, including its own; 0: all
+    int sinks;                 // first tokens that it also attends to
     bool adds_sinks;           // this task also attends to the sinks, which are before key_begin
     const float* queries;      // of the first token and the first head of the group; heads are contiguous
     int64_t query_stride;      // floats from token to token
-    float* out;                // the same for the result
+    float* out;                // result, with the same layout
     int64_t out_stride;
     // If the keys of a query are split among tasks, out receives the unnormalized result, and these arrays by token
     // and head the maximum of the scores and the sum of their exponentials. Otherwise null.
     float* maxima;
     float* sums;
-    // If the new tokens of the sequence are a tree: for each node, its depth below the first and the bit mask of visible
+    // If the new tokens of the sequence are a tree: for each node, its depth below the root and the bit mask of visible
     // nodes. Node i is at key tree_begin + i. Otherwise null.
     const int32_t* tree_depths;
     const uint64_t* tree_masks;
     int tree_begin;
 };
 
-// Inputs of the matrices A of adapters are zero-padded to a multiple of this.
+// The inputs of adapter matrices A are zero-padded to a multiple of this.
 constexpr int kLowRankBlock = 32;
 
 // Product with the matrix A of an adapter: h[i][k] = scales[k] * (x[rows[i]] . a[k]). Ranks are even, padded with zeros.

@@ -15,8 +15,8 @@ void write_cache_as(const AttentionShape& shape, char* block, int slot, int kv_h
     constexpr int kInterleave = 4 / sizeof(T);
     T* keys = reinterpret_cast<T*>(block + kv_head * shape.head_bytes());
     T* values = keys + int64_t(shape.padded_dim()) * shape.slots();
-    // Attention reads whole panels and gives unwritten slots the weight 0, which would not hide a NaN left by another
-    // sequence.
+    // Attention reads whole panels and multiplies unwritten slots by weight 0. Zero them, because another sequence may
+    // have left a NaN, and 0 * NaN is NaN.
     if (slot == 0) std::memset(static_cast<void*>(values), 0, sizeof(T) * shape.padded_dim() * shape.slots());
     const int slots = shape.slots();
     for (int d = 0; d < shape.head_dim; ++d) {

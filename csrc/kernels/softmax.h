@@ -40,7 +40,7 @@ inline int argmax(const float* logits, int count) {
 }
 
 // weight = exp((logit - maximum) / temperature). Weights of at least `floor` are written to weights and ids, which have
-// room for `count`, in order of ids; returns their number. `total` becomes the sum of all weights.
+// capacity `count`, in order of ids; returns their number. `total` becomes the sum of all weights.
 inline int softmax_weights(const float* logits, int count, float maximum, float temperature, float floor, float* weights,
                         int32_t* ids, double* total) {
     const float inverse = 1.0f / temperature;

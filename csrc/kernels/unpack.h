@@ -1,4 +1,4 @@
-// Unpacks quantized panels to dense ones, for batches so large that arithmetic dominates.
+// Unpacks quantized panels to dense panels, for large batches, where arithmetic dominates.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -56,7 +56,7 @@ NESO_INLINE void store_fours(float* to, int k, int vector, const F32 (&w)[4]) {
     for (int i = 0; i < 4; ++i) store(to + int64_t(k + i) * kPanel + vector * kLanes, w[i]);
 }
 
-// Rounded by adding half a unit, since weights are finite and ties rare.
+// Rounded by adding half a unit, since weights are finite and ties are rare.
 NESO_INLINE void store_fours(bf16* to, int k, int vector, const F32 (&w)[4]) {
     for (int i = 0; i < 4; i += 2) {
         const U32 first = ((U32)w[i] + 0x8000u) >> 16, second = ((U32)w[i + 1] + 0x8000u) & 0xffff0000u;
@@ -64,7 +64,7 @@ NESO_INLINE void store_fours(bf16* to, int k, int vector, const F32 (&w)[4]) {
     }
 }
 
-// Unpack a quantized panel to a dense one of floats [k][16] or bfloat16 [k / 2][16][2].
+// Unpack a quantized panel to a dense panel of floats [k][16] or bfloat16 [k / 2][16][2].
 template <WeightKind Kind, typename T>
 void unpack_panel(const Matrix& matrix, int panel, T* to) {
     const char* codes = matrix.panel(panel);

@@ -82,7 +82,7 @@ NESO_INLINE F32 load_f16(const f16* from) {
 NESO_INLINE F32 load_float(const float* from) { return load<F32>(from); }
 NESO_INLINE F32 load_float(const f16* from) { return load_f16(from); }
 
-// First and second element of bfloat16 pairs, one pair per lane.
+// First and second elements of bfloat16 pairs, one pair per lane.
 NESO_INLINE F32 first_of_pair(U32 pairs) { return as_float(pairs << 16); }
 NESO_INLINE F32 second_of_pair(U32 pairs) { return as_float(pairs & 0xffff0000u); }
 

@@ -19,7 +19,7 @@ struct AdapterPart {
     const void* b;
 };
 
-// The changes of one product. Their matrices A are stacked, since they read the same inputs. ranks 0: no change.
+// The changes to one product. The matrices A are stacked, since they read the same inputs. ranks 0: no change.
 struct AdapterProduct {
     int ranks = 0;
     int inputs = 0;

@@ -5,7 +5,7 @@
 namespace neso {
 namespace {
 
-// Rows and ranks of one task: few enough to stay cached, and to balance threads.
+// Rows and ranks of one task: few enough to stay cached and to balance threads.
 constexpr int kRowsPerTask = 32, kRanksPerTask = 8;
 
 // `slot_of`: slot of each row, -1 for none.

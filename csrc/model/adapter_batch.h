@@ -1,4 +1,4 @@
-// The adapters of one step with their rows.
+// The adapters of one step and their rows.
 #pragma once
 
 #include <vector>
@@ -20,7 +20,7 @@ struct AdapterRows {
     std::vector<Group> groups;
 };
 
-// The change of a product by the adapters of a batch, with the products with A already computed. False: no change.
+// The change to a product by the adapters of a batch. The products with A are already computed. False: no change.
 class LowRankSum {
    public:
     LowRankSum() = default;

@@ -5,7 +5,7 @@
 namespace neso {
 namespace {
 
-// Queries per task: enough to reuse cached keys, few enough to balance threads.
+// Queries per task: enough to reuse cached keys, but few enough to balance threads.
 constexpr int kTileQueries = 48;
 // Minimum keys per part: merging shorter parts costs more than they gain.
 constexpr int kPartKeys = 512;

@@ -27,7 +27,7 @@ struct PlannedMerge {
 class AttentionPlan {
    public:
     // `sinks`: first tokens that stay visible in a window. `wanted`, if given, marks the tokens whose result is needed;
-    // others may be skipped.
+    // other tokens may be skipped.
     AttentionPlan(const AttentionShape& shape, const Step& step, int window, int sinks, int num_threads,
                   const char* wanted);
 

@@ -81,7 +81,7 @@ void Decoder::choose(float* logits, const Draw* draws, int rows, int32_t* tokens
     const auto choose_row = [&](int row, RowSampler& sampler) {
         tokens[row] = sampler.choose(kernels_, logits + int64_t(row) * shape_.vocab_size, shape_.vocab_size, draws[row]);
     };
-    if (rows == 1) {  // too little work for several threads
+    if (rows == 1) {  // too little work for multiple threads
         choose_row(0, samplers_[0]);
         return;
     }
@@ -322,7 +322,7 @@ void Decoder::compute_logits(const Step& step) {
     });
 }
 
-// The rows after those of logits are requested hidden states.
+// The rows after the logits rows are requested hidden states.
 void Decoder::compute_hidden(const Step& step) {
     if (step.num_wanted == step.num_logits) return;
     team_.for_each(step.num_wanted - step.num_logits, [&](int row) {

@@ -1,4 +1,4 @@
-// Executes a decoder on the CPU: one call per step, in which all threads iterate over the layers together.
+// Executes a decoder on the CPU. In each step, one call, all threads iterate over the layers together.
 #pragma once
 
 #include <memory>
@@ -21,19 +21,19 @@ class Decoder {
    public:
     Decoder(const DecoderShape& shape, DecoderWeights weights, CacheKind cache_kind, Isa isa, int num_threads);
 
-    // Use another copy of the same weights; between two steps.
+    // Use another copy of the same weights. Call between steps.
     void set_weights(DecoderWeights weights) { weights_ = std::move(weights); }
     // First tokens of a sequence that stay visible in layers with a window.
     void set_sink_tokens(int count) { sink_tokens_ = count; }
     int sink_blocks() const { return int(round_up(sink_tokens_, cache_->shape().block_size)) / cache_->shape().block_size; }
-    // Set the adapter of a slot, null for none; between two steps. The caller keeps it alive.
+    // Set the adapter of a slot, null for none. Call between steps. The caller keeps the adapter alive.
     void set_adapter(int slot, const Adapter* adapter);
     const Adapter* adapter(int slot) const {
         return slot >= 0 && slot < int(adapter_slots_.size()) ? adapter_slots_[slot] : nullptr;
     }
     int num_layers() const { return int(weights_.layers.size()); }
     const LayerWeights& layer(int index) const { return weights_.layers[index]; }
-    // Inputs and outputs of a product that adapters can change; 0 if the layer has no such product.
+    // Inputs and outputs of a product that adapters can change; 0 if the layer does not have the product.
     std::pair<int, int> product_shape(int index, Product product) const;
     void allocate_cache(int num_blocks, int block_size);
     int64_t cache_bytes_per_block(int block_size) const;
@@ -57,7 +57,7 @@ class Decoder {
     bool has_position(int position) const {
         return !weights_.positions || position + shape_.position_offset < weights_.num_positions;
     }
-    // The range of a block table that a step reads or writes, apart from the sinks; blocks outside the window of every
+    // The range of a block table that a step reads or writes, except the sinks; blocks outside the window of every
     // layer may have been freed.
     std::pair<int, int> blocks_read(const Step& step, int sequence) const;
 
@@ -113,10 +113,10 @@ class Decoder {
     Buffer<float> x_, wanted_x_;                // the residual stream
     Buffer<float> qkv_;                         // queries, keys, values
     Buffer<float> attended_, wanted_attended_;  // results of attention
-    Buffer<float> gates_, ups_;                 // if activation cannot be fused into their product
-    Buffer<float> branch_;                      // the result of a branch that is not added unchanged
-    Buffer<float> normed_, shared_;             // of sparse layers: their input, and the shared expert's output
-    std::vector<int> positions_;                // of each token, if learned
+    Buffer<float> gates_, ups_;                 // used if the activation cannot be fused into their product
+    Buffer<float> branch_;                      // result of a branch that is normed or scaled before it is added
+    Buffer<float> normed_, shared_;             // sparse layers: input, and output of the shared expert
+    std::vector<int> positions_;                // of each token, if position embeddings are learned
     Buffer<float> adapted_x_, adapted_activated_;  // unpacked inputs of adapters
     Buffer<float> partial_, part_maxima_, part_sums_;
 };

@@ -1,4 +1,4 @@
-// Shape and weights of a decoder: numbers, packed matrices, and small vectors of floats.
+// Shape and weights of a decoder: sizes, packed matrices, and small vectors of floats.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct DecoderShape {
 
 // Pointers are non-owning.
 
-// weight is null if there is no such norm, bias if the norm has none.
+// weight is null if the norm is absent, bias is null if the norm has no bias.
 struct Norm {
     const float* weight = nullptr;
     const float* bias = nullptr;
@@ -45,7 +45,7 @@ struct Mlp {
     const Matrix& first() const { return is_gated() ? gate : up; }
 };
 
-// A mixture of experts. The router has one row per expert, and one for the shared expert's gate, if there is one.
+// A mixture of experts. The router has one row per expert, and one for the gate of the shared expert, if present.
 struct Experts {
     Matrix router;
     std::vector<Mlp> experts;
@@ -63,7 +63,7 @@ struct LayerWeights {
     Matrix output;
     Mlp mlp;
     Experts experts;                // used instead of the MLP if not empty
-    int window;                     // tokens that each token sees; 0: all
+    int window;                     // tokens that each token attends to; 0: all
     int rotary;                     // index of the step's rotary table; -1: no rotation
 
     bool is_sparse() const { return !experts.experts.empty(); }

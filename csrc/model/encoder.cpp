@@ -128,7 +128,7 @@ void Encoder::attend() {
         AttentionTask task{};
         task.block_table = block_table_.data() + planned.first_block;
         task.kv_head = planned.head;
-        task.first_position = planned.length;  // after all keys, so every query sees all of them
+        task.first_position = planned.length;  // after all keys, so that every query attends to all of them
         task.num_tokens = planned.num_tokens;
         task.key_begin = 0;
         task.key_end = planned.length;

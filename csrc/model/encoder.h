@@ -43,7 +43,7 @@ class Encoder {
     struct Block {
         int first_token, num_tokens;
     };
-    // Queries of one head that attend in one task.
+    // Queries of one head in one attention task.
     struct Task {
         int first_token, num_tokens, head, first_block, length;
     };

@@ -63,7 +63,7 @@ void ExpertsRunner::choose(const Experts& experts, int row) {
     for (int rank = 0; shape_.normalized && rank < top_k; ++rank) weights[rank] /= kept;
 }
 
-// Sort chosen experts, and assign memory to each expert's rows.
+// Sort the chosen experts, and assign memory to each expert's rows.
 void ExpertsRunner::group_rows(const Experts& experts, int rows) {
     const int count = int(experts.experts.size()), top_k = shape_.top_k;
     firsts_.assign(count + 1, 0);

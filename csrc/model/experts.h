@@ -15,12 +15,12 @@ class ExpertsRunner {
     ExpertsRunner(ThreadTeam& team, const Kernels& kernels, const DecoderShape& shape)
         : team_(team), kernels_(kernels), shape_(shape) {}
 
-    // Before a step: allocate memory for this many rows.
+    // Allocate memory for this many rows. Call before a step.
     void reserve(const Experts& experts, int rows);
 
-    // By all threads: out[rows] (+)= the weighted sum of the experts' outputs for x, plus `shared_out` times its gate if
-    // there is a shared expert. x, out and shared_out have a row stride of `stride` floats; `router_input` holds the
-    // rows of x packed for the router.
+    // Called by all threads: out[rows] (+)= the weighted sum of the experts' outputs for x, plus `shared_out` times its
+    // gate if there is a shared expert. x, out and shared_out have a row stride of `stride` floats; `router_input`
+    // holds the rows of x packed for the router.
     void run(const Experts& experts, const Input& router_input, const float* x, int rows, int64_t stride,
              const float* shared_out, float* out, bool accumulate);
 

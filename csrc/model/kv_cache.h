@@ -21,7 +21,7 @@ class KVCache {
     char* layer(int index) { return pages_.data() + index * layer_bytes_; }
     char* block(int layer_index, int block_index) { return layer(layer_index) + block_index * shape_.block_bytes(); }
 
-    // Copy blocks in one layer. All sources are read before any write, so a block may be source and target.
+    // Copy blocks in one layer. All sources are read before any write, so a block may be both source and target.
     void copy_blocks(int layer_index, const Step& step) {
         std::vector<char> sources(step.num_copies * shape_.block_bytes());
         for (int i = 0; i < step.num_copies; ++i) {

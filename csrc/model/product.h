@@ -32,7 +32,7 @@ class ProductChunks {
 
     int chunks_of(int panel_step) const { return (panels_ + panel_step - 1) / panel_step; }
 
-    // The largest step that minimizes the maximum work per thread: 11 chunks on 2 threads take as long as 12.
+    // The largest step that minimizes the maximum work per thread: on 2 threads, 11 chunks take as long as 12.
     int best_panel_step(int threads) const {
         const auto longest = [&](int step) { return (row_chunks_ * chunks_of(step) + threads - 1) / threads * step; };
         int best = std::clamp(int(round_up(panels_ / (threads * kChunksPerThread), kPanelsPerStep)), kPanelsPerStep,

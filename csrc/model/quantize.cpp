@@ -8,8 +8,8 @@
 namespace neso {
 namespace {
 
-// Candidate scales, relative to the one that just represents the largest weight. A smaller scale clips it, but reduces
-// the error of all others; with few bits, more candidates are worthwhile.
+// Candidate scales, relative to the scale that just represents the largest weight. A smaller scale clips that weight but
+// reduces the error of all other weights. With few bits, more candidates are worthwhile.
 constexpr float kShares8[] = {1.0f, 0.99f, 0.98f, 0.96f};
 constexpr float kShares4[] = {1.0f, 1.06f, 1.12f, 0.96f, 0.92f, 0.88f, 0.84f, 0.8f};
 
@@ -37,7 +37,7 @@ float best_scale(const float* values, int count, int bits) {
     float extreme = 0;
     for (int i = 0; i < count; ++i) extreme = std::fabs(values[i]) > std::fabs(extreme) ? values[i] : extreme;
     if (extreme == 0) return 0;
-    // The largest weight gets the sign with one more code, so the scale may be negative.
+    // The largest weight is mapped to the sign that has one more code, so the scale may be negative.
     const float widest = extreme / lowest;
     Candidate best{widest, INFINITY};
     const auto attempt = [&](float scale) {

@@ -6,7 +6,7 @@
 namespace neso {
 namespace {
 
-// Weights are in [0, 1], so their bit patterns are ordered like them; the upper bits select a bucket.
+// Weights are in [0, 1], so their bit patterns have the same order; the upper bits select a bucket.
 constexpr int kBucketShift = 18, kBuckets = (0x3f800000 >> kBucketShift) + 1;
 
 int bucket_of(float weight) {
@@ -126,7 +126,7 @@ RowSampler::Threshold RowSampler::threshold_of(int max_count, double mass) {
     std::sort(threshold_bucket_.begin(), threshold_bucket_.end(), std::greater<>());
     Threshold threshold{0.0f, int(weights_.size())};
     for (size_t i = 0; i < threshold_bucket_.size(); ++i) {
-        // The token that reaches the mass is kept, and always the most likely one.
+        // The token that reaches the mass is kept, and the most likely token is always kept.
         if (threshold.weight != threshold_bucket_[i]) threshold = {threshold_bucket_[i], 0};
         ++threshold.kept_at_threshold;
         reached += threshold_bucket_[i];

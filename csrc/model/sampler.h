@@ -22,7 +22,7 @@ class RowSampler {
     int choose(const Kernels& kernels, float* logits, int count, const Draw& draw);
 
    private:
-    // The smallest kept weight; among equal ones, the first `kept_at_threshold` by id are kept.
+    // The smallest kept weight. Of the weights equal to it, the first `kept_at_threshold` by id are kept.
     struct Threshold {
         float weight;
         int kept_at_threshold;

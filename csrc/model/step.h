@@ -34,7 +34,7 @@ struct Step {
     const float* embeddings;             // [num_embeddings][hidden_size]
 
     bool in_tree(int token) const { return tree_masks && tree_masks[token] != 0; }
-    // Position of a token in its sequence; in a tree it differs from the index of its slot.
+    // Position of a token in its sequence. For tokens of a tree it differs from the slot index.
     int position(int sequence, int token) const {
         return num_computed[sequence] + (tree_depths ? tree_depths[token] : token - query_start[sequence]);
     }

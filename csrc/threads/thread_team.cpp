@@ -11,8 +11,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// About the delay of the last chunk. Longer spinning keeps cores from the server's threads: with 100 µs, the slowest 1 %
-// of tokens took 20 % longer.
+// About the delay of the last chunk. Longer spinning takes CPU time from the server's threads: with 100 µs, the slowest
+// 1 % of tokens took 20 % longer.
 constexpr auto kSpinTime = std::chrono::microseconds(20);
 constexpr int kSpinsPerCheck = 32;
 
@@ -77,7 +77,7 @@ void ThreadTeam::open(uint32_t loop) {
     loop_.store(loop, std::memory_order_release);
 }
 
-// A thread has executed this many chunks of the loop, and none are left to take.
+// A thread has executed this many chunks of the loop, and no chunks are left.
 void ThreadTeam::finish(uint32_t loop, int done, int chunks) {
     if (done && done_.fetch_add(done, std::memory_order_acq_rel) + done == chunks) {
         open(loop + 1);

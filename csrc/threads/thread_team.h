@@ -4,10 +4,10 @@
 // (`for_each`), and continues when the loop is finished. A step costs one wake-up instead of one per operation.
 //
 // Each thread is assigned contiguous chunks and takes them one by one, so its memory reads are one stream that can be
-// prefetched. A thread that has finished its own chunks takes chunks of others, and a loop is finished when all its
-// chunks are. So a thread that is preempted or not yet awake delays only the chunk that it is executing: the others
-// finish the loops without it, and it skips through them when it continues. Code between loops may therefore run late:
-// it must read only atomics and data that no loop writes.
+// prefetched. A thread that has finished its own chunks steals chunks of other threads. A loop is finished when all its
+// chunks are finished. So a thread that is preempted or not yet awake delays only the chunk that it is executing: the
+// other threads finish the loops without it, and it skips these loops when it continues. Code between loops may
+// therefore run late: it must read only atomics and data that no loop writes.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +29,8 @@ class ThreadTeam {
 
     int size() const { return num_threads_; }
 
-    // Call work(thread) on all available threads, on the caller as thread 0; returns when its loops are finished and no
-    // thread is inside. Not reentrant. `work` must not throw, and all its effects must be inside loops.
+    // Call work(thread) on all available threads; the caller is thread 0. Returns when all loops are finished and no
+    // thread is inside `work`. Not reentrant. `work` must not throw, and all its effects must be inside loops.
     void run(const std::function<void(int)>& work);
 
     // Inside `run`, called by all threads: execute chunks 0 to count - 1 together; returns when all are finished.
@@ -41,7 +41,7 @@ class ThreadTeam {
             return;
         }
         const uint32_t loop = current_loop_++;
-        const int chunks = std::max(count, 1);  // the thread that finishes the last one opens the next loop
+        const int chunks = std::max(count, 1);  // the thread that finishes the last chunk opens the next loop
         int done = 0;
         for (int turn = 0; turn < num_threads_; ++turn) {
             const int owner = (current_thread_ + turn) % num_threads_;

@@ -30,7 +30,7 @@ class Reader {
         return at_ == end_;
     }
 
-    // Consumes the next non-blank character if it is this one.
+    // Consumes the next non-blank character if it matches.
     bool take(char c) {
         skip();
         if (at_ == end_ || *at_ != c) return false;
@@ -111,7 +111,7 @@ class Reader {
         return at_ != start;
     }
 
-    // Skips a number of JSON's grammar; `from_chars` accepts more.
+    // Skips a number as defined by the JSON grammar; `from_chars` accepts more.
     bool scan_number(bool& whole) {
         if (at_ != end_ && *at_ == '-') ++at_;
         if (at_ != end_ && *at_ == '0')
@@ -174,7 +174,7 @@ Reference read_strings(Reader& reader, const Shape& shape) {
     if (!list) return {};
     const bool good = reader.array([&] {
         std::string_view element;
-        // Converted to text first, which checks that it is UTF-8.
+        // Conversion to text checks that the bytes are UTF-8.
         if (!reader.string(element) || !text(element)) return false;
         Reference item = bytes(element);
         return item && PyList_Append(list.get(), item.get()) == 0;
@@ -243,7 +243,7 @@ bool read_input(Reader& reader, const Reference& inputs) {
             return first_time(seen, kDatatype) && reader.string(datatype_text) && (datatype = text(datatype_text));
         if (member == "shape") return first_time(seen, kShape) && read_shape(reader, shape);
         if (member == "data") {
-            // Elements can only be read once their datatype and shape are known.
+            // Elements can be read only when their datatype and shape are known.
             constexpr unsigned known = (1u << kDatatype) | (1u << kShape);
             if ((seen & known) != known || !first_time(seen, kContent)) return false;
             content = read_data(reader, datatype_text, shape);

@@ -7,11 +7,11 @@
 
 namespace neso::wire {
 
-// (id, inputs, outputs, binary_by_default) of the JSON of an infer request.
+// Returns (id, inputs, outputs, binary_by_default) of the JSON of an infer request.
 //
 // `inputs`: tuples (name, datatype, shape, content). `content` is a bytearray of the elements in row-major order, a list
-// of bytes for BYTES, or the int `binary_data_size`. `outputs`: tuples (name, binary), None if the request has none. Null
-// for anything else, valid or not (rare members, nested lists, escapes in strings, errors), without an exception; the
+// of bytes for BYTES, or the int `binary_data_size`. `outputs`: tuples (name, binary), None if not given. Returns null
+// without an exception for all other input, valid or not (rare members, nested lists, escapes in strings, errors); the
 // Python parser handles it.
 PyObject* parse_plain_infer(std::string_view json);
 

@@ -1,5 +1,5 @@
 // Owning references to Python objects for the plain C API. These objects are built for every request; the checks of
-// nanobind's wrappers would cost as much as the work.
+// nanobind's wrappers would double the cost.
 #pragma once
 
 #include <Python.h>

@@ -47,7 +47,7 @@ def run(
     free_answer: bool = False,
     verbose: bool = False,
 ) -> str:
-    """The model's answer to `prompt`."""
+    """Return the model's answer to `prompt`."""
     messages: list[Any] = [{"role": "user", "content": prompt}]
     reports: list[str] = []
     for step in range(1, MAX_STEPS + 1):
@@ -79,7 +79,7 @@ def run(
 
 
 def answer_format(reports: list[str]) -> dict[str, Any]:
-    """A response format for an answer with the functions' results: the model chooses only the wording."""
+    """Return a response format that contains the functions' results; the model chooses only the wording."""
     return {"type": "structural_tag", "format": {"type": "regex", "pattern": " ".join(reports)}}
 
 

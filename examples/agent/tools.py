@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# A table, so that the example works offline. The prices are from the past.
+# A table of historical prices, so that the example works offline.
 STOCKS = {
     "AAPL": ("Apple", 209.82),
     "AMD": ("AMD", 94.49),
@@ -22,7 +22,7 @@ STOCKS = {
 
 
 def get_current_stock_price(symbol: str) -> float:
-    """The price of a stock in dollars."""
+    """Return the price of a stock in dollars."""
     return STOCKS[symbol][1]
 
 
@@ -30,20 +30,20 @@ FUNCTIONS = {"get_current_stock_price": get_current_stock_price}
 REPORTS = {
     "get_current_stock_price": "(The price of )?{symbol} (is|stands|trades) (now )?(at )?{result} dollars( a share)?\\."
 }
-"""Per function, a regular expression for sentences with its result."""
+"""Regular expression for sentences with the result, per function."""
 
 
 def describe_report(name: str, arguments: dict[str, Any], result: str) -> str:
-    """A regular expression for sentences with the result of a call."""
+    """Return a regular expression for sentences with the result of a call."""
     facts = {key: re.escape(str(value)) for key, value in arguments.items()}
     return REPORTS[name].format(**facts, result=re.escape(result))
 
 
 def describe_tools(prompt: str) -> list[dict[str, Any]]:
-    """The functions in OpenAI's format.
+    """Return the functions in OpenAI's format.
 
-    The schema allows only symbols of the table; if the prompt names companies, only theirs, because a small model does
-    not know that Nvidia is NVDA.
+    The schema allows only symbols of the table. If the prompt names companies, it allows only their symbols, because a
+    small model does not know that Nvidia is NVDA.
     """
     named = [symbol for symbol, (company, _) in STOCKS.items() if company.lower() in prompt.lower()]
     return [

@@ -42,14 +42,14 @@ def arguments() -> argparse.Namespace:
 
 
 class Client:
-    """Calls of the four models."""
+    """Calls the four models."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.url_draft = args.url_draft or args.url_target
 
     def ask(self, url: str, model: str, inputs: Arrays) -> dict[str, np.ndarray]:
-        """The outputs of a single response."""
+        """Return the outputs of a single response."""
         (result,) = Responses(url, model, tensors(inputs), request_id=self.args.request_id)
         outputs = {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
         if self.args.verbose:
@@ -59,7 +59,7 @@ class Client:
         return outputs
 
     def preprocess(self) -> Arrays:
-        """Inputs of both models besides the tokens."""
+        """Return the inputs of both models other than the tokens."""
         args = self.args
         given = {
             "QUERY": row(args.prompt.encode(), object),
@@ -74,7 +74,7 @@ class Client:
     def tokens(
         self, url: str, model: str, known: list[int], number: int, more: Arrays
     ) -> tuple[list[int], np.ndarray]:
-        """The next tokens of a model, and its logits if requested."""
+        """Return the next tokens of a model, and its logits if requested."""
         args = self.args
         values = {
             name: None if value is None else row(value, np.float32)
@@ -92,7 +92,7 @@ class Client:
         return ids[len(known) :] if ids[: len(known)] == known else ids, outputs.get("generation_logits")
 
     def run(self) -> str:
-        """The whole text."""
+        """Generate and return the whole text."""
         args, prepared = self.args, self.preprocess()
         prompt = prepared["INPUT_ID"][0].tolist()
         stop_words = words_of(prepared["STOP_WORDS_IDS"][0])
@@ -131,7 +131,7 @@ def words(given: list[str]) -> np.ndarray | None:
 
 
 def words_of(array: np.ndarray) -> list[list[int]]:
-    """The words as int32[2, length]: concatenated tokens, and end offsets padded with -1."""
+    """Encode words as int32[2, length]: concatenated tokens, and end offsets padded with -1."""
     ends = [end for end in array[1].tolist() if end >= 0]
     return [array[0, start:end].tolist() for start, end in zip([0, *ends], ends, strict=False)]
 

@@ -54,7 +54,7 @@ def arguments() -> argparse.Namespace:
 
 
 def request_inputs(args: argparse.Namespace, prompt: str) -> Arrays:
-    """The input arrays by tensor name; None for omitted ones."""
+    """Return the input arrays by tensor name; None for omitted tensors."""
     values = {
         "text_input": (prompt.encode(), object),
         "max_tokens": (args.output_len, np.int32),
@@ -93,7 +93,7 @@ def encoded(text: str | list[str] | None) -> bytes | list[bytes] | None:
 
 
 def run(args: argparse.Namespace, inputs: Arrays) -> dict[tuple[int, int], str]:
-    """The texts, by row and sequence."""
+    """Return the texts by row and sequence."""
     texts: dict[tuple[int, int], str] = {}
     for result in Responses(args.url, args.model_name, tensors(inputs), request_id=args.request_id):
         row_index, sequence = (result.as_numpy(name) for name in ("batch_index", "sequence_index"))

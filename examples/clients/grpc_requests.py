@@ -16,12 +16,12 @@ BATCH = 1
 
 
 def row(value: object, dtype: type) -> np.ndarray:
-    """A value or a list of values as a batch of one row."""
+    """Return a value or a list of values as a batch of one row."""
     return np.array(value, dtype).reshape(BATCH, -1)
 
 
 def tensors(arrays: Arrays) -> list[grpc.InferInput]:
-    """Input tensors of the arrays that are not None."""
+    """Create input tensors of the arrays that are not None."""
     inputs = []
     for name, array in arrays.items():
         if array is not None:
@@ -50,7 +50,7 @@ class Responses:
             raise self._cause(error) from None
 
     def _cause(self, error: InferenceServerException) -> InferenceServerException:
-        """The error among the results that broke the stream; `error` itself only says that it is broken."""
+        """Return the error that ended the stream; `error` says only that the stream has ended."""
         try:
             while not isinstance(found := self._results.get(timeout=1), InferenceServerException):
                 pass
@@ -77,7 +77,7 @@ class Responses:
 
 
 def lora_arrays(path: str | None, task_id: int | None) -> Arrays:
-    """Tensors of an adapter: its number, and with `path` its weights, which are required the first time."""
+    """Return the tensors of an adapter: its number, and with `path` its weights, required in the first request."""
     if path and task_id is None:
         raise SystemExit("--lora-path needs --lora-task-id")
     files = {"lora_weights": "model.lora_weights.npy", "lora_config": "model.lora_config.npy"}

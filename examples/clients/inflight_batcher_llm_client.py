@@ -74,7 +74,7 @@ def read_csv(path: Path) -> list[int]:
 
 
 def request_inputs(args: argparse.Namespace, ids: list[int], tokenizer: Tokenizer | None) -> Arrays:
-    """The input arrays by tensor name; None for omitted ones."""
+    """Return the input arrays by tensor name; None for omitted tensors."""
     end_id, pad_id = args.end_id, args.pad_id
     if tokenizer is not None and end_id is None and tokenizer.eos_token_ids:
         end_id = tokenizer.eos_token_ids[0]

@@ -18,11 +18,11 @@ CONFIG = "config"
 
 
 class OptionError(Exception):
-    """An invalid option. The message names the flag, or its line in the configuration file."""
+    """An invalid option. The message names the flag, or the line in the configuration file."""
 
 
 class FlagValues:
-    """Values by name of the flag: the given one, else the default. `warnings` lists flags without effect."""
+    """Values by flag name, given or default. `warnings` lists given flags that have no effect."""
 
     def __init__(self, flags: Iterable[Flag]) -> None:
         self.warnings: list[str] = []
@@ -47,7 +47,7 @@ class FlagValues:
         return values
 
     def __getitem__(self, name: str) -> Any:
-        """The parsed value; a list if the flag is repeated."""
+        """Return the parsed value; a list if the flag is repeatable."""
         flag = self._flags[name]
         if name in self._given:
             value = self._given[name]
@@ -56,11 +56,11 @@ class FlagValues:
         return self[flag.fallback] if flag.fallback and not value else value
 
     def given(self, name: str) -> bool:
-        """Whether the command line or the file sets it."""
+        """Whether the command line or the file sets the flag."""
         return name in self._given
 
     def build(self, make: Callable[..., Made], **others: Any) -> Made:
-        """Call `make`, a class or function with flags on its parameters, with their values and `others`.
+        """Call `make`, a class or function whose parameters declare flags, with the flags' values and `others`.
 
         Raises `OptionError` for values that cannot be converted, `ServerError` for invalid combinations.
         """
@@ -130,7 +130,7 @@ class FlagValues:
 class ConfigEntry:
     """A key of the configuration file with its values as text.
 
-    `origin` is "FILE:LINE: KEY", for messages. `is_list`: whether the file has a list.
+    `origin` is "FILE:LINE: KEY", for messages. `is_list`: whether the value is a list in the file.
     """
 
     key: str

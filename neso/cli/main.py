@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# gRPC reads this on import. Engines are started with exec, for which its fork handlers would print warnings.
+# gRPC reads this on import. Engines are started with exec, and gRPC's fork handlers would print warnings.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from typing import Annotated

@@ -23,12 +23,12 @@ class Layout(str, Enum):
 
 
 def _trtllm_parameters() -> list[inspect.Parameter]:
-    """Parameters of the command for the options of layout trtllm."""
+    """Return the command's parameters for the options of layout trtllm."""
     hints = get_type_hints(TrtllmOptions, include_extras=True)
     parameters = []
     for option in fields(TrtllmOptions):
         if len(get_args(hints[option.name])) < 2 or not hasattr(hints[option.name], "__metadata__"):
-            continue  # has no flag
+            continue  # no flag
         kind, flag = get_args(hints[option.name])
         required = option.name == "tokenizer"
         annotation = Annotated[kind | None, flag] if required else hints[option.name]
@@ -107,7 +107,7 @@ def init(
 
 
 def _reject_other_layouts(context: typer.Context, layout: Layout) -> None:
-    """Raises `typer.BadParameter` for an option of another layout."""
+    """Raise `typer.BadParameter` for an option of another layout."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is None or source.name != "COMMANDLINE":
@@ -119,14 +119,14 @@ def _reject_other_layouts(context: typer.Context, layout: Layout) -> None:
 
 
 def _model_name(name: str) -> str:
-    """A valid name of a model folder. Raises `ValueError`."""
+    """Return a valid name of a model folder. Raises `ValueError`."""
     if name in ("", ".", "..") or Path(name).name != name:
         raise ValueError(f"'{name}' cannot be the name of a model, set another with --name")
     return name
 
 
 def _absolute(model: str) -> str:
-    """The absolute path of an existing file or directory; other names, such as those of the hub, are unchanged."""
+    """Return the absolute path of an existing file or directory; other names, such as hub names, are unchanged."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.exists() else model
 

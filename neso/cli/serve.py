@@ -1,4 +1,4 @@
-"""`neso serve`: the command, made of the flags that the options declare."""
+"""`neso serve`: the command, generated from the flags that the options declare."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INDENT = " " * 8
 
 
 class ServeCommand(TyperCommand):
-    """A command with the help of the flags; typer's truncates long names in narrow terminals."""
+    """A command that prints its own help; typer's help truncates long names in narrow terminals."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, join_restricted_api(args))
@@ -34,9 +34,9 @@ class ServeCommand(TyperCommand):
 
 
 def serve_function() -> Callable[..., None]:
-    """A function with a parameter for each flag, for typer to make the command of.
+    """Create a function with a parameter for each flag, from which typer creates the command.
 
-    Each flag is a list of texts to typer: `FlagValues` parses them, as it does those of a configuration file, and
+    For typer, each flag is a list of texts. `FlagValues` parses them like the texts of a configuration file, and
     reports a flag that is given twice.
     """
 
@@ -70,7 +70,7 @@ def _texts(given: list[str] | bool | None) -> list[str]:
 
 
 def _parameter(name: str) -> str:
-    """Python name of a flag."""
+    """Return the Python name of a flag."""
     return name.replace("-", "_")
 
 
@@ -88,7 +88,7 @@ def join_restricted_api(arguments: list[str]) -> list[str]:
 
 
 def help_text(topics: Mapping[str, tuple[Flag, ...]]) -> str:
-    """Usage, MODEL argument, and the flags by topic."""
+    """Return the usage, the MODEL argument, and the flags by topic."""
     width = min(shutil.get_terminal_size().columns, 110)
     lines = ["Usage: neso serve [OPTIONS] [MODEL]...", "", SUMMARY, ""]
     lines += [_rule("MODEL", width), *_indented(_MODELS, width)]

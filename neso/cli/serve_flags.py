@@ -1,7 +1,7 @@
 """Flags of `neso serve`, by topic.
 
-Most flags are declared on the options that they set. Declared here are the flags of the command itself, and those of
-tritonserver that have no effect.
+Most flags are declared on the options that they set. This module declares the flags of the command itself, and
+tritonserver flags that have no effect.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ENGINE_FLAGS = (
     ),
     Flag("max-lora-rank", "Maximum rank of an adapter.", integer(1), default_text="64"),
 )
-"""Engine options with a flag of their own, which has dashes in place of underscores.
+"""Engine options with their own flag, whose name has dashes instead of underscores.
 
 `neso.engine.config` declares the options. It is not imported here because it needs numpy, which `--help` must not
 load; a test compares the names, help texts and defaults.
@@ -258,11 +258,11 @@ COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("vertex-ai-default-model", "Default model of the Vertex AI endpoints.", ignored=_VERTEX),
     ),
 }
-"""Flags that no options class declares. The topics are those of the help, in its order."""
+"""Flags that no options class declares, by topic, in the order of the help."""
 
 
 def _topics() -> dict[str, tuple[Flag, ...]]:
-    """All flags, by topic."""
+    """Return all flags by topic."""
     declared = [
         *flags_of(ServerOptions, "Models"),
         *flags_of(CacheConfig.parse, "Response cache"),

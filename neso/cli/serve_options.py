@@ -1,4 +1,4 @@
-"""Options of `neso serve`: those of the core and the front ends, made of the flags, and the MODEL arguments."""
+"""Options of `neso serve`: options of the core and the front ends, built from the flags, and the MODEL arguments."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SHIPPED_MODEL = "neso-pilot"
 
 @dataclass(frozen=True, slots=True)
 class ModelArgument:
-    """A MODEL of the command line: its served name and its checkpoint."""
+    """A MODEL argument: served name and checkpoint."""
 
     name: str
     checkpoint: str
 
     @classmethod
     def parse(cls, text: str) -> ModelArgument:
-        """Parse `NAME=CHECKPOINT` or `CHECKPOINT`, whose name is the last part of its path. Raises `OptionError`."""
+        """Parse `NAME=CHECKPOINT` or `CHECKPOINT`, which is named after its last path part. Raises `OptionError`."""
         name, separator, checkpoint = text.partition("=")
         if not separator:
             name, checkpoint = Path(text).resolve().name if Path(text).exists() else text.split("/")[-1], text
@@ -43,8 +43,8 @@ class ModelArgument:
 class ServeOptions:
     """All options of `neso serve`. Disabled front ends are None.
 
-    `engine`: options of the engines of `models`, as parameters of the `llm` backend. `warnings`: about given options
-    without effect.
+    `engine`: options of the engines of `models`, as parameters of the `llm` backend. `warnings`: messages about given
+    options that have no effect.
     """
 
     server: ServerOptions
@@ -100,7 +100,7 @@ class ServeOptions:
         )
 
     def _check_ports(self) -> None:
-        """Raises `OptionError` if two front ends have the same address and port."""
+        """Raise `OptionError` if two front ends have the same address and port."""
         used: dict[tuple[str, int], str] = {}
         for name, options in (
             ("HTTP", self.http),
@@ -154,7 +154,7 @@ def _warn_unrestricted_kserve(values: FlagValues) -> None:
 
 
 def _engine_options(values: FlagValues) -> dict[str, str]:
-    """Parameters of the `llm` backend. Raises `OptionError` if one is set by two flags."""
+    """Return the parameters of the `llm` backend. Raises `OptionError` if one is set by two flags."""
     options: dict[str, str] = {}
     for flag, name, value in _engine_settings(values):
         if name in options:
@@ -164,7 +164,7 @@ def _engine_options(values: FlagValues) -> dict[str, str]:
 
 
 def _engine_settings(values: FlagValues) -> Iterator[tuple[Flag, str, str]]:
-    """Yields flag, engine option and value."""
+    """Yield flag, engine option and value."""
     for flag in ENGINE_FLAGS:
         if values.given(flag.name):
             yield flag, flag.name.replace("-", "_"), _to_text(values[flag.name])
@@ -178,7 +178,7 @@ def _engine_settings(values: FlagValues) -> Iterator[tuple[Flag, str, str]]:
 
 
 def _lora_modules(texts: list[str]) -> dict[str, str]:
-    """Directories of adapters by name."""
+    """Return the directories of adapters by name."""
     adapters: dict[str, str] = {}
     for text in texts:
         name, path = _pair(LORA_MODULES, text)

@@ -25,7 +25,7 @@ from neso.server.model import Model
 logger = logging.getLogger("neso")
 
 OPENAI_ON_HTTP = ("/v1", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/score", "/rerank")
-"""Paths of the OpenAI API that the HTTP port serves too, as vLLM does on its single port."""
+"""Paths of the OpenAI API that the HTTP port also serves, like vLLM's single port."""
 PROTOCOLS = {
     "http": "KServe v2 HTTP, generate; OpenAI under /v1",
     "grpc": "KServe v2 gRPC",
@@ -48,7 +48,7 @@ class FrontEnd(Protocol):
 def run(command_line: Mapping[str, list[str]]) -> int:
     """Serve until SIGINT or SIGTERM and return the exit status. A second signal terminates immediately.
 
-    `command_line` has the texts given for each flag, by name.
+    `command_line`: the given texts of each flag, by name.
     """
     started = time.perf_counter()
     try:
@@ -108,14 +108,14 @@ def _add_checkpoint(core: Core, model: ModelArgument, engine: dict[str, str]) ->
 
 
 def _backend_of(checkpoint: str) -> str:
-    """Backend of a checkpoint; one that is not on this machine yet is taken for a language model."""
+    """Return the backend of a checkpoint. A checkpoint that is not downloaded yet is assumed to be a language model."""
     from neso.engine.specs.registry import is_embedding_model
 
     return "embedding" if is_embedding_model(checkpoint) else "llm"
 
 
 async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str, FrontEnd]) -> None:
-    """Start the front ends and add each to `started`, so that the caller can stop them if one fails."""
+    """Start the front ends and add each to `started`, so that the caller can stop them after a failure."""
 
     async def start(name: str, front_end: FrontEnd) -> None:
         await front_end.start()
@@ -151,7 +151,7 @@ def _openai_app(core: Core, options: ServeOptions) -> AsgiApp:
 
 
 def _failures(core: Core, options: ServeOptions) -> list[str]:
-    """Reasons of failed loads: of a MODEL of the command line, with `exit_on_error` of any model."""
+    """Return the reasons of failed loads of MODEL arguments, or with `exit_on_error` of any model."""
     named = {model.name for model in options.models}
     return [
         f"model '{entry.name}' could not be loaded: {entry.reason}"
@@ -184,7 +184,7 @@ def _on_hangup(options: ServeOptions) -> None:
 
 
 def _on_signals(first: Callable[[], None]) -> None:
-    """Call `first` on the first SIGINT or SIGTERM; a second one has its default effect."""
+    """Call `first` on the first SIGINT or SIGTERM; a second signal has its default effect."""
     loop = asyncio.get_running_loop()
 
     def handle() -> None:
@@ -212,7 +212,7 @@ def show_ready(core: Core, ports: dict[str, int], seconds: float) -> None:
 
 
 def _backend_or_platform(model: Model) -> str:
-    """Ensembles, and models whose platform selects the backend, have only a platform."""
+    """Return the backend, or the platform of ensembles and models whose platform selects the backend."""
     config = model.config
     return f"backend {config.backend}" if config.backend else f"platform {config.platform}"
 
@@ -232,7 +232,7 @@ def _example(core: Core, ports: dict[str, int]) -> list[str]:
 
 
 def _generates_text(model: Model) -> bool:
-    """Whether the model generates text from `text_input`, with at most `max_tokens` required besides."""
+    """Whether the model generates text from `text_input` and requires no other input except `max_tokens`."""
     required = {name for name, spec in model.signature.inputs.items() if not spec.optional}
     return (
         "text_input" in required <= {"text_input", "max_tokens"} and "text_output" in model.signature.outputs

@@ -233,6 +233,6 @@ class Metrics(FrontEnd):
     _kind = inprocess.Metrics
 
 
-# Names of the first release of Triton's package.
+# Names used by the first release of Triton's package.
 KServeHttp.Server = KServeHttp  # type: ignore[attr-defined]
 KServeGrpc.Server = KServeGrpc  # type: ignore[attr-defined]

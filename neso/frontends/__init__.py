@@ -1,1 +1,1 @@
-"""Front ends: wire formats of clients. They parse requests, call the server and write responses."""
+"""Front ends: the client protocols. They parse requests, call the server and write responses."""

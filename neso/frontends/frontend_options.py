@@ -1,6 +1,6 @@
 """Options of the front ends, with the flags of `neso serve` that set them.
 
-Ports may be 0 for a free one, times of the gRPC server are in milliseconds.
+Port 0 selects a free port. Times of the gRPC server are in milliseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _header_forwarding(pattern: str) -> HeaderForwarding | None:
 def tls_files(
     prefix: str, certificate: Path | None, key: Path | None, client_root: Path | None
 ) -> TlsFiles | None:
-    """Checked PEM files of an HTTP server, None if none is given. Raises `InvalidArgument`."""
+    """Return the checked PEM files of an HTTP server, or None without TLS. Raises `InvalidArgument`."""
     if certificate is None and key is None and client_root is None:
         return None
     if certificate is None or key is None:
@@ -86,7 +86,7 @@ def grpc_tls(
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Options of KServe over HTTP. `tls`: serve HTTPS; `reuse_port`: share the port with other processes."""
+    """Options of KServe over HTTP. `tls`: PEM files for HTTPS; `reuse_port`: share the port with other processes."""
 
     host: Annotated[
         str,
@@ -138,7 +138,7 @@ class HttpOptions:
     ] = None
 
     def server(self) -> HttpServerOptions:
-        """Options of the HTTP server. Raises `InvalidArgument` for TLS files that cannot be used."""
+        """Return the options of the HTTP server. Raises `InvalidArgument` for TLS files that cannot be used."""
         from neso.frontends.transport.http1 import HttpServerOptions
 
         return HttpServerOptions(
@@ -153,7 +153,7 @@ class HttpOptions:
 
 
 class ResponseCompression(str, Enum):
-    """Gzip compression of gRPC responses, by Triton's names."""
+    """Gzip compression levels of gRPC responses, with Triton's names."""
 
     none = "none"
     low = "low"
@@ -177,7 +177,7 @@ def _grpc_restrictions(texts: list[str]) -> Restrictions:
 class GrpcOptions:
     """Address, limits and keepalive of KServe over gRPC; the defaults are Triton's.
 
-    `max_connection_age_ms` 0: no limit.
+    `max_connection_age_ms`: 0 means no limit.
     """
 
     host: Annotated[
@@ -274,7 +274,7 @@ class GrpcOptions:
         return f"{host}:{self.port}"
 
     def server(self) -> GrpcServerOptions:
-        """Options of the gRPC server. Raises `InvalidArgument` for TLS files that cannot be used."""
+        """Return the options of the gRPC server. Raises `InvalidArgument` for TLS files that cannot be used."""
         from neso.frontends.transport.grpc import GrpcServerOptions
         from neso.frontends.transport.http2 import Http2Options
 

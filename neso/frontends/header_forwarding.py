@@ -10,7 +10,7 @@ from neso.server.errors import InvalidArgument
 class HeaderForwarding:
     """Forwards headers whose names contain a match of a case-insensitive regular expression.
 
-    The syntax is RE2's, as in Triton, which matches names chosen by clients in linear time.
+    The syntax is that of RE2, as in Triton. RE2 matches header names from clients in linear time.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -19,7 +19,7 @@ class HeaderForwarding:
 
         options = re2.Options()
         options.case_sensitive = False
-        options.log_errors = False  # RE2 would log to standard error
+        options.log_errors = False  # otherwise RE2 logs to standard error
         try:
             self._search = re2.compile(pattern, options).search
         except re2.error as error:
@@ -27,5 +27,5 @@ class HeaderForwarding:
             raise InvalidArgument(f"'{pattern}' is not a regular expression: {reason}") from None
 
     def parameters(self, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-        """The headers to forward, by lower-case name."""
+        """Return the headers to forward, by lower-case name."""
         return {name.lower(): value for name, value in headers if self._search(name)}

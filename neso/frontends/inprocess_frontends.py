@@ -28,7 +28,7 @@ class AsyncFrontend(Protocol):
 
 
 class InProcessFrontend(Generic[Options]):
-    """Serves the models of an in-process server to clients. A context manager that starts and stops it.
+    """Serves the models of an in-process server to clients. As a context manager, starts and stops the frontend.
 
     Can be restarted. The server stops it before it unloads the models.
     """
@@ -40,13 +40,13 @@ class InProcessFrontend(Generic[Options]):
 
     @property
     def port(self) -> int:
-        """The port. Raises `Unavailable` while the frontend is not running."""
+        """The port listened on. Raises `Unavailable` while the frontend is not running."""
         if self._frontend is None:
             raise Unavailable("the front end has not been started")
         return self._frontend.port
 
     def start(self: Self) -> Self:
-        """Start to listen. Raises `BindError`, `Unavailable`, `AlreadyExists` if it is running."""
+        """Start listening. Raises `BindError`, `Unavailable`, or `AlreadyExists` if the frontend is running."""
         if self._frontend is not None:
             raise AlreadyExists("the front end has been started already")
         frontend = self._make(self._server.running_core(), self._options)

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 API_KEY_VARIABLE = "NESO_API_KEY"
 RESTRICTED_GROUPS = ("inference", "model-repository", "metrics", "health")
-"""Groups of routes that `--openai-restricted-api` can restrict, by the names of Triton's OpenAI front end."""
+"""Groups of routes that `--openai-restricted-api` can restrict, with the names of Triton's OpenAI front end."""
 UNLIMITED = 0
 OPEN_GROUPS = {
     "health": ("/health", "/ping"),
     "metrics": ("/metrics",),
     "docs": ("/docs", "/openapi.json", "/redoc"),
 }
-"""Paths, with those below them, that `--api-key-open` makes accessible without a key."""
+"""Paths, including their subpaths, that `--api-key-open` makes accessible without a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Maximum requests and tokens of a client per minute; 0 is no limit."""
+    """Maximum requests and tokens per minute of a client; 0 means no limit."""
 
     requests: Annotated[
         int,
@@ -101,10 +101,10 @@ def _open_groups(text: str) -> tuple[str, ...]:
 class AccessOptions:
     """Access to the OpenAI API.
 
-    - keys: None requires no key
+    - keys: None means that no key is required
     - open_groups: groups of `OPEN_GROUPS` that require no key
-    - quota: limits of each key that has none of its own; without keys, of each address
-    - origins: origins of web pages that CORS allows, ("*",) for all
+    - quota: limits per key without its own limits; without keys, limits per client address
+    - origins: web origins allowed by CORS, ("*",) for all
     """
 
     keys: Annotated[ApiKeys | None, FlagGroup(_api_keys)] = None
@@ -166,12 +166,12 @@ class OpenAIOptions:
 
     - default_max_tokens: `max_tokens` of completions that do not set it, and of chats with models of unknown context
       length; other chats may use the whole context, as in the OpenAI API
-    - tokenizer: of models that take text as tensors and have no tokenizer of their own
+    - tokenizer: tokenizer for tensor models that have none
     - tool_call_parser, reasoning_parser: "auto" detects the format by the chat template
-    - allowed_media_domains: hosts that images are fetched from, ("*",) for any
-    - restrictions: restricted groups of the HTTP front end; openai_restrictions: of `RESTRICTED_GROUPS`
+    - allowed_media_domains: hosts from which images may be fetched, ("*",) for any
+    - restrictions: restricted API groups of KServe; openai_restrictions: restricted groups of `RESTRICTED_GROUPS`
     - metrics: serve `GET /metrics`
-    - host, port, reuse_port, tls: of the server with the API's own port, not used by `create_app`
+    - host, port, reuse_port, tls: settings of the API's own port; `create_app` ignores them
     """
 
     host: Annotated[
@@ -270,7 +270,7 @@ class OpenAIOptions:
     metrics: Annotated[bool, SameAs("allow-metrics")] = True
 
     def server(self) -> HttpServerOptions:
-        """Options of the HTTP server of the API's own port. Raises `InvalidArgument` for unusable TLS files."""
+        """Return the options of the API's own HTTP server. Raises `InvalidArgument` for unusable TLS files."""
         from neso.frontends.openai.errors import http_error_body
         from neso.frontends.transport.http1 import HttpServerOptions
 

@@ -34,12 +34,12 @@ class RequiredHeader:
     value: bytes = field(repr=False)
 
     def matches(self, value: bytes | None) -> bool:
-        """Compare in constant time."""
+        """Whether the value matches, compared in constant time."""
         return value is not None and hmac.compare_digest(self.value, value)
 
 
 class Restrictions:
-    """The required header of each restricted API group."""
+    """The header required by each restricted API group."""
 
     def __init__(self, required: dict[str, RequiredHeader] | None = None) -> None:
         self._required = required or {}
@@ -74,7 +74,7 @@ class Restrictions:
         return bool(self._required)
 
     def get(self, group: str) -> RequiredHeader | None:
-        """The required header of a group, None if the group is unrestricted."""
+        """Return the header required by a group, or None if the group is unrestricted."""
         return self._required.get(group)
 
 
@@ -87,7 +87,7 @@ class TlsFiles:
     client_root: Path | None = None
 
     def context(self, protocol: str) -> ssl.SSLContext:
-        """Server context that offers `protocol` in ALPN. Raises `InvalidArgument` that names the invalid file."""
+        """Create a server context that offers `protocol` in ALPN. Raises `InvalidArgument` naming the invalid file."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols([protocol])
@@ -122,5 +122,5 @@ def _check_readable(name: str, path: Path) -> None:
 
 
 def _reject_encrypted_key() -> str:
-    """Password callback; without one, OpenSSL would prompt on the terminal."""
+    """Password callback that raises an error; without a callback, OpenSSL would prompt on the terminal."""
     raise ValueError("it is encrypted")

@@ -1,4 +1,4 @@
-"""Types of text generation that frontends, backends and engines share."""
+"""Text-generation types shared by frontends, backends and engines."""
 
 from neso.generation.errors import InvalidParameter, PromptTooLong, check_prompt_length
 from neso.generation.guided_decoding import GuidedDecoding

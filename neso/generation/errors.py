@@ -1,10 +1,10 @@
-"""Errors about the parameters of a request, and the checks that several modules share."""
+"""Request parameter errors, and checks shared by several modules."""
 
 from __future__ import annotations
 
 
 class InvalidParameter(ValueError):
-    """A request parameter is not valid or not supported. `field` is its name, as the client wrote it."""
+    """A request parameter is not valid or not supported. `field` is its name in the client's request."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -26,7 +26,7 @@ class PromptTooLong(InvalidParameter):
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
-    """Raises `InvalidParameter` for an empty prompt, `PromptTooLong` for one that fills the context."""
+    """Raise `InvalidParameter` for an empty prompt, `PromptTooLong` for a prompt that fills the context."""
     if not num_tokens:
         raise InvalidParameter("prompt", "is empty")
     if num_tokens >= max_model_len:
@@ -34,7 +34,7 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
 
 
 def check_unicode(field: str, text: str) -> None:
-    """Raises `InvalidParameter` for text with a lone surrogate, which JSON can hold and UTF-8 cannot."""
+    """Raise `InvalidParameter` for text with a lone surrogate, which JSON can represent but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

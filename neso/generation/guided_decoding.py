@@ -11,7 +11,7 @@ import msgspec
 from neso.generation.errors import InvalidParameter, check_unicode
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""The kinds of constraint; a request has exactly one."""
+"""Kinds of constraints; a guided request has exactly one."""
 
 _MAX_CHOICES = 10_000
 _WHITESPACE = ("whitespace_pattern", "disable_any_whitespace")
@@ -19,17 +19,17 @@ _TEXT_FIELDS = ("json", "regex", "grammar", "structural_tag", "whitespace_patter
 
 
 class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A constraint on the output of one request, by vLLM's names; exactly one of `KINDS`.
+    """A constraint on the output of one request, with vLLM's names; exactly one of `KINDS` is set.
 
-    - json: a JSON schema, as an object or its text; True for any object
-    - regex: the whole output matches it; Rust's syntax, without look-around and back-references
-    - choice: the output is one of these strings; a list is accepted
-    - grammar: Lark in llguidance's dialect, or GBNF
+    - json: a JSON schema, as an object or JSON text; True for any object
+    - regex: regular expression that matches the whole output; Rust's syntax, without look-around and back-references
+    - choice: strings, one of which is the output; a list is accepted
+    - grammar: a grammar in llguidance's dialect of Lark, or in GBNF
     - json_object: any JSON object
-    - structural_tag: free text with structured parts after trigger strings; an object or its text
+    - structural_tag: free text with structured parts after trigger strings; an object or JSON text
     - whitespace_pattern: regular expression for the whitespace between the tokens of JSON
     - disable_any_whitespace: no whitespace between the tokens of JSON
-    - source_field: the request field that the constraint came from, for error messages
+    - source_field: the request field that contains the constraint, for error messages
 
     Raises `InvalidParameter`. Schemas and grammars are checked later, when they are compiled.
     """
@@ -62,7 +62,7 @@ class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if isinstance(value, str):
                 self._check_json(value)
             elif isinstance(value, dict):
-                # As text it can be sent to the engine process with numbers of any size.
+                # JSON text can be sent to the engine process with numbers of any size.
                 msgspec.structs.force_setattr(self, kind, json.dumps(value, ensure_ascii=False))
         for kind in ("regex", "grammar"):
             if getattr(self, kind) == "":
@@ -125,11 +125,11 @@ NAMES = frozenset({*_FLAT, *_OBJECTS, _GUIDE_TYPE, _GUIDE, _RESPONSE_FORMAT})
 
 
 def read_guided_decoding(values: Mapping[str, Any]) -> GuidedDecoding | None:
-    """Read the constraint among loosely typed request parameters (`NAMES`); None if there is none.
+    """Read the constraint from loosely typed request parameters (`NAMES`); None if there is none.
 
     Accepts `guided_json`, `guided_regex` and so on, an object `guided_decoding` or `structured_outputs`, OpenAI's
-    `response_format`, and TensorRT-LLM's `guided_decoding_guide_type` with `guided_decoding_guide`. Objects may come
-    as JSON text. Raises `InvalidParameter`.
+    `response_format`, and TensorRT-LLM's `guided_decoding_guide_type` with `guided_decoding_guide`. Objects can be
+    JSON text. Raises `InvalidParameter`.
     """
     found = [reading for reading in _readings(values) if reading is not None]
     if len(found) > 1:
@@ -160,7 +160,7 @@ def _read_flat(flat: Mapping[str, Any]) -> GuidedDecoding | None:
 
 
 def _parse_flat_value(name: str, value: Any) -> Any:
-    """Decode values that arrive as JSON text because request parameters have no lists."""
+    """Decode values that are sent as JSON text, because request parameters cannot be lists."""
     if name == "guided_choice" and isinstance(value, str):
         return _load(name, value)
     if name == "guided_json" and isinstance(value, str) and value.strip().lower() in ("true", "false"):
@@ -200,7 +200,7 @@ def _read_response_format(value: Any) -> GuidedDecoding | None:
 
 
 def _read_guide(given: Mapping[str, Any]) -> GuidedDecoding:
-    """TensorRT-LLM's pair of parameters."""
+    """Read TensorRT-LLM's pair of parameters."""
     kind = given.get(_GUIDE_TYPE)
     if kind not in _GUIDE_TYPES:
         raise InvalidParameter(_GUIDE_TYPE, f"must be one of {', '.join(_GUIDE_TYPES)}, got {kind!r}")

@@ -11,17 +11,17 @@ from neso.generation.request import GenerationRequest, LoraRequest
 from neso.generation.sampling_params import SamplingDefaults
 
 _THREAD_THRESHOLD = 10_000
-"""Characters from which a text is tokenized in a thread."""
+"""Length from which a text is tokenized in a thread, in characters."""
 
 
 class TokenizerLike(Protocol):
     """Tokenizer and chat template of one model."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`."""
+        """Return the token ids of `text`."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
 
     def apply_chat_template(
         self,
@@ -32,9 +32,9 @@ class TokenizerLike(Protocol):
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt for a chat. Raises `InvalidParameter("messages", …)` if the template rejects them.
+        """Render the prompt of a chat. Raises `InvalidParameter("messages", …)` if the template rejects the messages.
 
-        `variables` are the client's and can have any name, therefore `messages` is positional.
+        `messages` is positional because `variables` are set by the client and can have any name.
         """
 
     @property
@@ -43,15 +43,15 @@ class TokenizerLike(Protocol):
 
     @property
     def chat_template_source(self) -> str:
-        """Source of the chat template, from which the format of tool calls and reasoning is detected; "" if none."""
+        """Source of the chat template, used to detect the format of tool calls and reasoning; "" without a template."""
 
 
 @runtime_checkable
 class TokenBytes(Protocol):
-    """A `TokenizerLike` that knows the exact bytes of its tokens."""
+    """A `TokenizerLike` that also provides the exact bytes of its tokens."""
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Bytes of one token; None if the tokenizer has no bytes for single tokens."""
+        """Return the bytes of one token; None if the tokenizer does not define bytes of single tokens."""
 
 
 class LanguageModel(Protocol):
@@ -86,17 +86,17 @@ class SupportsLora(Protocol):
         """Whether clients may load and unload adapters."""
 
     def list_loras(self) -> Mapping[str, str | None]:
-        """Names of the loaded adapters, with the path of those that were loaded from one."""
+        """Return the names of the loaded adapters, with the path of adapters that were loaded from a path."""
 
     async def load_lora(self, lora: LoraRequest) -> None:
-        """Load an adapter; one of the same name serves until it is ready. Raises `ServerError`."""
+        """Load an adapter. A loaded adapter with the same name serves until it is ready. Raises `ServerError`."""
 
     async def unload_lora(self, name: str) -> None:
-        """Unload an adapter; requests in flight finish with it. Raises `NotFound` if there is none."""
+        """Unload an adapter. Requests in flight finish with it. Raises `NotFound` if it is not loaded."""
 
 
 async def encode_text(tokenizer: TokenizerLike, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """As `TokenizerLike.encode`, with long texts in a thread so that they do not block the event loop."""
+    """Like `TokenizerLike.encode`, but encodes long texts in a thread to keep the event loop responsive."""
     if len(text) < _THREAD_THRESHOLD:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)

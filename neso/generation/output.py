@@ -14,7 +14,7 @@ FloatRows = npt.NDArray[np.float32]
 
 
 class FinishReason(str, Enum):
-    """Why a sequence ended. The values are those of the OpenAI API, where it has one."""
+    """Why a sequence ended. Values are the OpenAI API's where defined."""
 
     STOP = "stop"
     """An end-of-sequence token, a stop token or a stop string."""
@@ -28,7 +28,7 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position: of its token, and of the most likely tokens.
+    """Log probabilities at one position: of its token and of the most likely tokens.
 
     `top` is sorted, most likely first: (token id, log probability, text of the token). `rank` starts at 1.
     """
@@ -42,15 +42,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sequence of a request: all of it, or while streaming what was added since the last output.
+    """One sequence of a request: the whole sequence, or in a stream the part added since the last output.
 
     - index: in [0, n)
     - text: ends at a character boundary and never contains a part of a stop string
-    - cumulative_logprob: of the whole sequence so far, with log probabilities; of a beam search its score
+    - cumulative_logprob: of the whole sequence so far, if log probabilities are requested; the score in beam search
     - finish_reason: set when the sequence is finished
-    - stop_reason: the stop string or stop token that ended the sequence, the text of a stop word of several tokens;
+    - stop_reason: the stop string or stop token that ended the sequence, or the text of a stop word of several tokens;
       None after an end-of-sequence token or at the length limit
-    - generation_logits: float32[tokens, vocab_size] that the tokens were sampled from, if requested
+    - generation_logits: float32[tokens, vocab_size], the logits that the tokens were sampled from, if requested
     """
 
     index: int
@@ -64,7 +64,7 @@ class Completion:
 
     @staticmethod
     def joined(deltas: Sequence[Completion]) -> Completion:
-        """The deltas of one sequence, in order, as one completion."""
+        """Join the deltas of one sequence, in order, into one completion."""
         if len(deltas) == 1:
             return deltas[0]
         logits = [delta.generation_logits for delta in deltas if delta.generation_logits is not None]
@@ -90,16 +90,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """Output of a request: all of it (`LLM.generate`), or one message of a stream.
+    """Output of a request: the whole output (`LLM.generate`) or one message of a stream.
 
-    - outputs: one completion a sequence, by index; a stream has deltas of one or more sequences
-    - finished: True for the last message; beam search and best_of give only that one
+    - outputs: one completion per sequence, by index; a stream message has deltas of one or more sequences
+    - finished: True for the last message; beam search and best_of have only one message
     - num_sequences: n of the request
     - prompt_token_ids: in the first message of a stream
     - prompt_logprobs, context_logits: in the first message, if requested: one entry for each prompt token, None for the
       first; float32[prompt, vocab_size]
     - scheduled_ns: start of the prefill in ns of the monotonic clock, in the first message; 0 if unknown
-    - preemptions: how often the finished sequences were preempted
+    - preemptions: number of preemptions of the finished sequences
     - prompt: as given to `LLM.generate`
     """
 
@@ -122,7 +122,7 @@ class GenerationOutput:
 
     @property
     def deltas(self) -> list[Completion]:
-        """`outputs`, of a message of a stream."""
+        """`outputs` of a stream message."""
         return self.outputs
 
     @property
@@ -135,7 +135,7 @@ class GenerationOutput:
 
     @staticmethod
     def joined(messages: Sequence[GenerationOutput], prompt: Any = None) -> GenerationOutput:
-        """The messages of one stream, in order, as one output."""
+        """Join the messages of one stream, in order, into one output."""
         by_index: dict[int, list[Completion]] = {}
         for message in messages:
             for delta in message.outputs:

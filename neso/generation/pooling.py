@@ -20,13 +20,13 @@ PoolingTask = Literal["embed", "classify"]
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the hidden states of a prompt become one vector. None is the default of the model's files.
+    """Pooling of the hidden states of a prompt into one vector. None selects the default of the model's files.
 
-    - task: "embed" gives an embedding, "classify" the output of the model's classifier: one score, or one a class
-    - pooling: mean or maximum over the tokens, the last token, or the first ("cls")
-    - dimensions: keep only the first dimensions, for models trained for that (Matryoshka, arXiv 2205.13147)
-    - normalize: to length 1, after truncation to `dimensions`
-    - activation: sigmoid of one score, softmax of several classes; False gives logits
+    - task: "embed" for an embedding, "classify" for the output of the model's classifier: one score, or one per class
+    - pooling: mean or maximum over the tokens, the last token, or the first token ("cls")
+    - dimensions: number of leading dimensions to keep, for Matryoshka models (arXiv 2205.13147)
+    - normalize: scale to length 1, after truncation to `dimensions`
+    - activation: apply sigmoid to a single score, softmax to several classes; False returns logits
 
     Raises `InvalidParameter` with the field's name.
     """
@@ -60,7 +60,7 @@ class PoolingRequest:
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """Result of a pooling request. `values` float32[D]: the embedding, the score, or one value a class."""
+    """Result of a pooling request. `values` float32[D]: the embedding, the score, or one value per class."""
 
     request_id: str
     values: Float32Array
@@ -69,7 +69,7 @@ class PooledOutput:
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Pooling tasks of a model, width of its embeddings, default pooling, names of its classes."""
+    """Pooling tasks of a model, width of its embeddings, default pooling and class names."""
 
     tasks: frozenset[PoolingTask]
     dimensions: int
@@ -78,7 +78,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingModel(Protocol):
-    """A model that turns text into vectors. Engines implement it."""
+    """A model that converts text to vectors. Implemented by engines."""
 
     @property
     def text(self) -> TokenizerLike: ...
@@ -89,20 +89,20 @@ class PoolingModel(Protocol):
 
     @property
     def pooling(self) -> PoolingInfo | None:
-        """Supported pooling; None for a model that only generates."""
+        """Supported pooling; None for a model that only generates text."""
 
     async def pool(self, request: PoolingRequest) -> PooledOutput:
-        """Result of `request`. Raises `InvalidParameter` if it is not supported. Cancelling aborts it."""
+        """Return the result of `request`. Raises `InvalidParameter` if it is not supported. Cancelling aborts it."""
 
 
 MAX_TASKS_PER_TURN = 16
-"""Requests started in one turn of the event loop: each is tokenized there and delays other work."""
+"""Maximum requests started per event-loop iteration: tokenizing them blocks the loop."""
 
 
 async def pool_all(
     pool: Callable[[PoolingRequest], Awaitable[PooledOutput]], requests: Sequence[PoolingRequest]
 ) -> list[PooledOutput]:
-    """Results of all requests, in their order. If one fails, the others are cancelled and its error is raised."""
+    """Return the results of all requests, in order. If one fails, cancel the others and raise its error."""
     tasks: list[asyncio.Future[PooledOutput]] = []
     try:
         for start in range(0, len(requests), MAX_TASKS_PER_TURN):
@@ -120,8 +120,8 @@ async def pool_all(
 class Scoring:
     """The pooling requests that score N pairs of texts, and the scores from their results.
 
-    A classifier with one output (cross-encoder) reads each pair together. Otherwise each distinct text is embedded
-    once and the score of a pair is the cosine similarity.
+    A classifier with one output (cross-encoder) processes each pair as one prompt. Otherwise each distinct text is
+    embedded once, and the score of a pair is the cosine similarity.
     """
 
     prompts: list[str | tuple[str, str]]
@@ -138,7 +138,7 @@ class Scoring:
         *,
         activation: bool = True,
     ) -> Scoring:
-        """One query for all documents, or one for each. Raises `InvalidParameter`."""
+        """Pair one query with all documents, or one query with each document. Raises `InvalidParameter`."""
         documents = [documents] if isinstance(documents, str) else list(documents)
         queries = [queries] if isinstance(queries, str) else list(queries)
         if len(queries) not in (1, len(documents)):
@@ -163,7 +163,7 @@ class Scoring:
         return cls(list(indices), PoolingParams(normalize=True), pairs)
 
     def scores(self, pooled: Sequence[PooledOutput]) -> Float32Array:
-        """float32[N] from the results of `prompts`."""
+        """Return float32[N] from the results of `prompts`."""
         if self.params.task == "classify":
             return np.array([output.values[0] for output in pooled], np.float32)
         return np.array([pooled[q].values @ pooled[d].values for q, d in self.pairs], np.float32)

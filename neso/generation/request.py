@@ -1,4 +1,4 @@
-"""A request for generated text, and its parts: adapter, draft tokens, cache retention, images."""
+"""Generation request and its parts: LoRA adapter, draft tokens, cache retention, images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from neso.generation.errors import InvalidParameter
 from neso.generation.sampling_params import SamplingParams
 
 TASK_PREFIX = "lora_task_id "
-"""Prefix of the names of adapters that clients identify by a number (TensorRT-LLM's `lora_task_id`)."""
+"""Name prefix of adapters identified by a number (TensorRT-LLM's `lora_task_id`)."""
 
 FloatType = Literal["float32", "float16", "bfloat16"]
 
@@ -23,8 +23,8 @@ class LoraTensors(msgspec.Struct, frozen=True, kw_only=True):
     """Weights of a LoRA adapter in TensorRT-LLM's format.
 
     - `config`: a row (module id, layer, rank) for each adapted matrix
-    - `weights`: for each of these rows `width` values of `dtype`, as bytes: A [rank, inputs], then B [outputs, rank]
-      with the scale already applied, then padding
+    - `weights`: `width` values of `dtype` per row, as bytes: A [rank, inputs], then B [outputs, rank] with the scale
+      already applied, then padding
     """
 
     dtype: FloatType
@@ -34,10 +34,10 @@ class LoraTensors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoraRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A LoRA adapter (arXiv 2106.09685) by name, with an optional source to load it from.
+    """A LoRA adapter (arXiv 2106.09685), identified by name, with an optional source to load it from.
 
-    - `path`: a directory in peft's format. A name that is loaded from another path is loaded again.
-    - `tensors`: used only if the name is not cached: the same name must always mean the same weights.
+    - `path`: a directory in peft's format. An adapter loaded from another path is reloaded.
+    - `tensors`: used only if the name is not cached; a name must always refer to the same weights.
     """
 
     name: str
@@ -47,14 +47,14 @@ class LoraRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTokens:
-    """Draft tokens from the client: computed together with the end of the prompt, and kept where the model accepts.
+    """Draft tokens from the client, computed together with the end of the prompt. The model keeps accepted tokens.
 
     - input_ids: the draft tokens
-    - logits: float32[len(input_ids), vocab_size] that they were sampled from, with the sampling parameters of the
-      request; None for tokens that were not sampled
+    - logits: float32[len(input_ids), vocab_size], the logits that the tokens were sampled from with the sampling
+      parameters of the request; None for tokens that were not sampled
     - acceptance_threshold: accept a token if its probability under the model is at least this many times its draft
-      probability (1 without logits), in (0, 1]. None is exact: the output distribution is the same as without a
-      draft, and without logits the tokens are too.
+      probability (1 without logits), in (0, 1]. None is exact: the output distribution (without logits, also the
+      tokens) is the same as without a draft.
     """
 
     input_ids: list[int]
@@ -68,7 +68,7 @@ MAX_RANGES = 256
 
 
 class RetainedRange(msgspec.Struct, frozen=True, array_like=True):
-    """Priority of the prompt tokens [start, end); `end` None is the end of the prompt, `duration_ms` None forever."""
+    """Priority of the prompt tokens [start, end). None: end of the prompt (`end`), no time limit (`duration_ms`)."""
 
     start: int
     end: int | None = None
@@ -77,10 +77,10 @@ class RetainedRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheRetention(msgspec.Struct, frozen=True, array_like=True):
-    """Eviction priorities of the KV-cache blocks of a request, by TensorRT-LLM's rules.
+    """Eviction priorities of the KV-cache blocks of a request, with TensorRT-LLM's rules.
 
-    Blocks with a lower priority (0 to 100) are evicted first, those with equal priority in LRU order. `ranges` apply
-    to the prompt, `decode_priority` and `decode_duration_ms` to generated tokens. After its duration a block has the
+    Blocks with a lower priority (0 to 100) are evicted first, blocks with equal priority in LRU order. `ranges` apply
+    to the prompt, `decode_priority` and `decode_duration_ms` to generated tokens. After its duration, a block has the
     default priority. Raises `InvalidParameter` with the names of TensorRT-LLM's tensors.
     """
 
@@ -103,7 +103,7 @@ class CacheRetention(msgspec.Struct, frozen=True, array_like=True):
         _check_bounds("retention_decode_duration_ms", self.decode_duration_ms)
 
     def at(self, position: int, num_prompt_tokens: int) -> tuple[int, int | None] | None:
-        """(priority, duration in ms) of a block that starts at token `position`; None: unchanged."""
+        """Return (priority, duration in ms) of a block that starts at token `position`; None: unchanged."""
         if position >= num_prompt_tokens:
             return self.decode_priority, self.decode_duration_ms
         for retained in self.ranges:
@@ -121,20 +121,20 @@ def _check_bounds(field: str, value: int | None, high: int | None = None) -> Non
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt and the parameters of its continuation.
+    """A prompt and the parameters of its generation.
 
     - prompt: text, or token ids that are used unchanged
-    - request_id: unique among the requests in flight; the engine replaces an empty one
-    - priority: lower goes first
-    - add_special_tokens: False for text that already has them, such as the output of a chat template
-    - cache_salt: requests share cached prefixes only with requests of the same salt
-    - queue_timeout_ms: longest wait in the queue; the request fails after it
-    - prompt_embeds: float[P, hidden_size], a whole prompt; `prompt` is empty then
+    - request_id: unique among the requests in flight; the engine replaces an empty id
+    - priority: requests with lower values are scheduled first
+    - add_special_tokens: False for text that already contains them, such as the output of a chat template
+    - cache_salt: cached prefixes are shared only between requests with the same salt
+    - queue_timeout_ms: maximum time in the queue, after which the request fails
+    - prompt_embeds: float[P, hidden_size], the whole prompt; `prompt` is then empty
     - prompt_embedding_table: float[V, hidden_size] of virtual tokens (P-tuning, arXiv 2103.10385): token id
-      vocab_size + i is row i. A text prompt is prefixed with the whole table. `prompt_vocab_size` is V, to be checked.
-    - images: in the order of the prompt's image tokens: the bytes of a file, its base64 or data: URL, a Pillow image,
-      or uint8[height, width, 3]
-    - detokenize: False leaves the text of the output empty
+      vocab_size + i is row i. A text prompt is prefixed with the whole table. `prompt_vocab_size` is checked to be V.
+    - images: in the order of the prompt's image tokens; each is the bytes of a file, its base64 or data: URL, a Pillow
+      image, or uint8[height, width, 3]
+    - detokenize: False for output without text
     - stream: False allows the model to return the whole text at once
     """
 
@@ -159,7 +159,7 @@ class GenerationRequest:
 def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], tuple[Any, ...]]:
     """Separate the images from chat messages.
 
-    Returns the messages, with a part {"type": "image"} in the place of each image, and the images in order. Image parts
+    Returns the messages, with each image replaced by a part {"type": "image"}, and the images in order. Image parts
     are {"type": "image_url", "image_url": {"url": …}} (OpenAI) and {"type": "image", "image": …} (Hugging Face).
     Raises `InvalidParameter("messages", …)` for an image part without an image.
     """

@@ -18,42 +18,42 @@ ALL_LOGPROBS = -1
 """Value of `logprobs` for the log probabilities of the whole vocabulary."""
 MAX_N = 128
 MAX_STOP, MAX_WORDS = 64, 1024
-"""Maximum length of `stop`, and of `stop_words` and `bad_words`: all are matched against each new token."""
+"""Maximum lengths of `stop`, and of `stop_words` and `bad_words`: every entry is matched against each new token."""
 MAX_WORD_LENGTH = 256
-"""Characters or tokens of each."""
+"""Maximum length of a stop string or word, in characters or tokens."""
 MAX_INT = 2**31 - 1
-"""Of counts and token ids: runners store them in 32 bits."""
+"""Maximum of counts and token ids: runners store them in 32 bits."""
 MAX_BIAS = 1e30
-"""Of a logit: two of them, divided by the lowest temperature, are still finite as float32."""
+"""Maximum logit bias: the sum of two biases, divided by the lowest temperature, is finite in float32."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BEAM_CANDIDATES = 8192
-"""beam_width × (1 + tokens that end a beam): the candidates sorted in each step of a beam search."""
+"""Maximum number of candidates sorted per beam-search step: beam_width × (1 + tokens that end a beam)."""
 _GREEDY_BELOW = 1e-5
 """Temperature below which sampling is greedy, as in vLLM: scaled logits would overflow."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of one request, by the names of vLLM and OpenAI. Validated when constructed.
+    """Sampling parameters of one request, with the names of vLLM and OpenAI. Validated on construction.
 
     temperature 0 (below 1e-5) is greedy. `top_k` 0 or -1 and `top_p` 1 disable the filter. `max_tokens` None generates
-    up to the model's length limit. `logprobs` k returns the k most likely tokens beside the sampled one, from the
+    up to the model's length limit. `logprobs` k returns the sampled token and the k most likely tokens, from the
     model's distribution before penalties and temperature; -1 returns all. The engine limits log probabilities and
     logits (`ScoreLimits`). Raises `InvalidParameter` with the field's name.
 
-    - best_of: number of sequences to sample; the n with the highest mean log probability are returned.
-    - beam_width: above 1, beam search: the n best sequences by the sum of their log probabilities divided by
+    - best_of: number of sequences to sample; the n sequences with the highest mean log probability are returned.
+    - beam_width: beam search if above 1: returns the n best sequences by the sum of their log probabilities divided by
       (length ** length_penalty). early_stopping True stops at beam_width finished sequences, False when the live beams
       cannot improve at their current length, "never" when they cannot improve at their maximum length, as in
       transformers. beam_search_diversity_rate × rank is added to the candidates of a beam in the selection.
-    - top_p_decay, top_p_min, top_p_reset_ids: top_p is multiplied by the first with every token, down to the second,
-      and reset after the third was sampled (factual nucleus sampling, arXiv:2206.04624).
-    - no_repeat_ngram_size: no n-gram of this size occurs twice, prompt included; 0 disables.
-    - bad_words: texts or token sequences that are not generated; stop_words: token sequences that end the output.
+    - top_p_decay, top_p_min, top_p_reset_ids: every token multiplies top_p by top_p_decay, down to top_p_min; sampling
+      top_p_reset_ids resets it (factual nucleus sampling, arXiv:2206.04624).
+    - no_repeat_ngram_size: no n-gram of this size occurs twice, including the prompt; 0 disables.
+    - bad_words: texts or token sequences to exclude from the output; stop_words: token sequences that end the output.
     - allowed_token_ids: only these tokens are generated.
     - embedding_bias: float32[vocab_size] in native byte order, added to the logits.
-    - shown_special_tokens: texts of special tokens that are output in spite of skip_special_tokens.
-    - return_context_logits, return_generation_logits: raw logits of the prompt's positions, and the logits that each
-      token was sampled from.
+    - shown_special_tokens: texts of special tokens that are output despite skip_special_tokens.
+    - return_context_logits, return_generation_logits: return the raw logits of all prompt positions, and the logits
+      that each token was sampled from.
     """
 
     n: int = 1
@@ -166,7 +166,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that run together; `n` of them are returned."""
+        """Number of concurrent sequences, of which `n` are returned."""
         return max(self.n, self.best_of or 1, self.beam_width)
 
     @property
@@ -233,7 +233,7 @@ ALIASES = {
 
 
 def coerce(name: str, value: Any) -> Any:
-    """`value` of the parameter `name`, in a form that msgspec converts to the field's type."""
+    """Return `value` of the parameter `name` in a form that msgspec converts to the field's type."""
     if name in ("stop", "bad_words") and isinstance(value, str):
         return (value,)
     if name == "embedding_bias" and not isinstance(value, bytes):
@@ -244,7 +244,7 @@ def coerce(name: str, value: Any) -> Any:
 
 
 def _early_stopping(value: Any) -> bool | str:
-    """TensorRT-LLM uses numbers: 0, 1, and any other for "never"."""
+    """Convert TensorRT-LLM's numbers: 0, 1, and any other number for "never"."""
     if isinstance(value, str) and value.lower() in ("false", "true"):
         return value.lower() == "true"
     if value == "never":
@@ -255,7 +255,7 @@ def _early_stopping(value: Any) -> bool | str:
 
 @cache
 def _fields_by_name(struct: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
-    """Cached: resolving the annotations takes a millisecond."""
+    """Return the fields of a struct by name. Cached, because resolving the annotations takes 1 ms."""
     return {field.name: field for field in msgspec.structs.fields(struct)}
 
 
@@ -289,13 +289,13 @@ def _in_range(
 
 
 AUTO, NO_DEFAULTS = "auto", "vllm"
-"""Values of the option `generation_config`: the checkpoint's own file, and no file. Others are a path or repository."""
+"""Values of the option `generation_config`: the checkpoint's file, or no file. Others are a path or repository."""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Default sampling parameters, by the names in `generation_config.json`; None where it has none.
+    """Default sampling parameters, with the names in `generation_config.json`; None if not set there.
 
-    `limits_tokens`: `max_new_tokens` is also the maximum for requests. Raises `InvalidParameter` with the field's name.
+    `limits_tokens`: `max_new_tokens` is also the maximum of requests. Raises `InvalidParameter` with the field's name.
     """
 
     temperature: float | None = None
@@ -316,7 +316,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, limits_tokens: bool = False) -> SamplingDefaults:
-        """From the contents of the file; null values and names other than `DEFAULT_NAMES` are ignored."""
+        """Create from the contents of the file. Null values and names other than `DEFAULT_NAMES` are ignored."""
         values_by_name = {
             name: _typed(name, value) for name in DEFAULT_NAMES if (value := values.get(name)) is not None
         }
@@ -327,14 +327,14 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
 
     def max_tokens(self, requested: int | None) -> int | None:
-        """`max_tokens` of a request that asks for `requested` tokens; None for no limit."""
+        """Return the `max_tokens` of a request with a `max_tokens` of `requested`; None for no limit."""
         if requested is None:
             return self.max_new_tokens
         limit = self.max_new_tokens if self.limits_tokens else None
         return requested if limit is None else min(requested, limit)
 
     def params(self) -> SamplingParams:
-        """Sampling parameters of a request without any."""
+        """Return the sampling parameters of a request without parameters."""
         return SamplingParams(**self.given(), max_tokens=self.max_new_tokens)
 
     def __str__(self) -> str:
@@ -355,7 +355,7 @@ _DEFAULT_TYPES: dict[str, type[int | float]] = {
     "max_new_tokens": int,
 }
 DEFAULT_NAMES = tuple(_DEFAULT_TYPES)
-"""Names in `generation_config.json` that are defaults of sampling."""
+"""Names of sampling defaults in `generation_config.json`."""
 _SAMPLING_NAMES = tuple(name for name in DEFAULT_NAMES if name != "max_new_tokens")
 _FILE_NAMES = {"max_tokens": "max_new_tokens"}
 
@@ -368,7 +368,7 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def max_new_tokens_is_limit(source: str, override: Mapping[str, Any]) -> bool:
-    """Whether `max_new_tokens` limits all requests, as in vLLM: from an explicit file, and from the override.
+    """Return whether `max_new_tokens` limits all requests. As in vLLM, it does in an explicit file or in the override.
 
     `source` and `override` are the options `generation_config` and `override_generation_config`.
     """

@@ -1,4 +1,4 @@
-"""Write parts of config.pbtxt in a form that is easy to edit: one line per tensor."""
+"""Write parts of config.pbtxt in an editable form: one line per tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from neso.backends.request_tensors import TensorField
 
 @dataclass(frozen=True, slots=True)
 class EnsembleStep:
-    """One step of an ensemble. `inputs`, `outputs`: the model's tensor name -> the ensemble's."""
+    """One step of an ensemble. `inputs`, `outputs`: the model's tensor name -> the ensemble's tensor name."""
 
     model: str
     inputs: Mapping[str, str]
@@ -26,17 +26,17 @@ class EnsembleStep:
 
 
 def quoted(text: str) -> str:
-    """A string literal of the protobuf text format."""
+    """Return a string literal of the protobuf text format."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def boolean(value: bool) -> str:
-    """A boolean literal."""
+    """Return a boolean literal of the protobuf text format."""
     return "true" if value else "false"
 
 
 def tensors(kind: str, fields: Iterable[TensorField], *, batches: bool = True) -> str:
-    """The field `input` or `output` (`kind`). `batches`: the model has a batch dimension."""
+    """Format the field `input` or `output` (`kind`). `batches`: the model has a batch dimension."""
     return f"{kind} [\n" + ",\n".join(f"  {_tensor(field, batches)}" for field in fields) + "\n]\n"
 
 
@@ -53,12 +53,12 @@ def _tensor(field: TensorField, batches: bool) -> str:
 
 
 def ensemble_scheduling(steps: Iterable[EnsembleStep]) -> str:
-    """The field `ensemble_scheduling`."""
+    """Format the field `ensemble_scheduling`."""
     return "ensemble_scheduling {\n  step [\n    " + ",\n    ".join(map(str, steps)) + "\n  ]\n}\n"
 
 
 def parameters(values: Mapping[str, str]) -> str:
-    """The field `parameters`, one entry per line."""
+    """Format the field `parameters`, one entry per line."""
     return "".join(
         f"parameters {{ key: {quoted(key)} value {{ string_value: {quoted(value)} }} }}\n"
         for key, value in values.items()
@@ -66,10 +66,10 @@ def parameters(values: Mapping[str, str]) -> str:
 
 
 def instances(count: int) -> str:
-    """The field `instance_group`: `count` CPU instances."""
+    """Format the field `instance_group`: `count` CPU instances."""
     return f"instance_group [ {{ count: {count} kind: KIND_CPU }} ]\n"
 
 
 def decoupled(value: bool) -> str:
-    """The field `model_transaction_policy`."""
+    """Format the field `model_transaction_policy`."""
     return f"model_transaction_policy {{ decoupled: {boolean(value)} }}\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class FilesExist(Exception):
-    """A file to write already exists with different content."""
+    """A file already exists with different content."""
 
 
 def write_files(directory: Path, files: Mapping[str, str], *, overwrite: bool = False) -> None:
@@ -29,12 +29,12 @@ def write_files(directory: Path, files: Mapping[str, str], *, overwrite: bool = 
 
 
 def neso_files(name: str, model: str) -> dict[str, str]:
-    """A model on Neso's engine. Inputs and outputs are auto-completed on load."""
+    """Return the files of a model on Neso's engine. Inputs and outputs are auto-completed on load."""
     return _single_model_files(name, "neso", {"model": model})
 
 
 def vllm_files(name: str, model: str) -> dict[str, str]:
-    """A model of the vLLM backend; model.json holds vLLM's engine arguments."""
+    """Return the files of a model of the vLLM backend; model.json contains vLLM's engine arguments."""
     return _single_model_files(name, "vllm", {"model": model})
 
 

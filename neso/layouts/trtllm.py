@@ -58,7 +58,7 @@ POSTPROCESSING_OUTPUTS = (
 
 @dataclass(frozen=True, slots=True)
 class TextInput:
-    """An input of ensemble and tensorrt_llm_bls, with the input of preprocessing or tensorrt_llm it is mapped to."""
+    """An input of ensemble and tensorrt_llm_bls, and the mapped input of preprocessing or tensorrt_llm."""
 
     field: TensorField
     preprocessing: str = ""
@@ -275,7 +275,7 @@ MODELS = Path(__file__).parent / "trtllm_models"
 
 
 def trtllm_files(options: TrtllmOptions) -> dict[str, str]:
-    """The files of the layout: contents by path in the repository."""
+    """Return the files of the layout: contents by path in the repository."""
     configs = {
         PREPROCESSING: preprocessing_config(options),
         GENERATION: generation_config(options),

@@ -1,4 +1,4 @@
-"""Options of TensorRT-LLM's repository layout, with the flags of `neso repo init` that set them."""
+"""Options of TensorRT-LLM's repository layout, and the flags of `neso repo init` that set them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TrtllmOptions:
     - model, draft_model, tokenizer: absolute paths or Hugging Face names
     - max_batch_size: 0 for requests without a batch dimension
     - kv_cache_tokens, kv_cache_free_gpu_mem_fraction: KV-cache limits; None: the engine's defaults
-    - parameters: further `parameters` of tensorrt_llm, by name
+    - parameters: additional `parameters` of tensorrt_llm, by name
     """
 
     model: str

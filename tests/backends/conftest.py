@@ -1,4 +1,4 @@
-"""The helpers of the server's tests, and cores that serve one model of any files."""
+"""Fixtures: helpers of the server tests, and cores that serve one model from given files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ServeFiles = Callable[..., Awaitable[Core]]
 
 @pytest.fixture
 async def serve_files(tmp_path: Path) -> AsyncIterator[ServeFiles]:
-    """`await serve_files(config, files, option=…)`: a core whose only model is "model"; `files` are of version 1.
+    """`await serve_files(config, files, option=…)` returns a core with the model "model"; `files` belong to version 1.
 
     Without a config there is no config.pbtxt. The model may have failed to load: `reason(core)`.
     """

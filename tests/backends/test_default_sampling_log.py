@@ -1,4 +1,4 @@
-"""What the log tells of the defaults of sampling."""
+"""Log messages about sampling defaults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVERRIDE = "override_generation_config"
         ("/defaults", {"top_p": 0.5}, f"/defaults and {OVERRIDE}"),
     ],
 )
-def test_places_are_those_that_gave_something(
+def test_sources_with_defaults_are_logged(
     caplog: pytest.LogCaptureFixture, source: str, override: dict[str, Any], places: str
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -34,7 +34,7 @@ def test_places_are_those_that_gave_something(
     assert f"'writer': defaults of sampling for OpenAI's API: top_p 0.5, top_k 3, by {places} (" in message
 
 
-def test_no_defaults_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_without_defaults(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         log_default_sampling("writer", SamplingDefaults(), "auto", {"top_k": None})
     assert not caplog.messages

@@ -1,4 +1,4 @@
-"""Options of access to the OpenAI API."""
+"""Access options of the OpenAI API."""
 
 from __future__ import annotations
 

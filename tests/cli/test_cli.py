@@ -126,7 +126,7 @@ def test_engine_options():
 def test_engine_flags_match_the_engine_options(flag):
     options = {option.name: option for option in engine_options()}
     option = options[flag.name.replace("-", "_")]
-    if flag.name != "enable-lora":  # a switch, while the option has the value auto too
+    if flag.name != "enable-lora":  # a flag, although the option also has the value auto
         assert flag.help.startswith(option.help.removesuffix("."))
     default = flag.default_text or flag.default
     if default not in (None, "none", "at most a quarter of the free memory"):

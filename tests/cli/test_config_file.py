@@ -1,4 +1,4 @@
-"""Configuration file of `--config`."""
+"""The configuration file `--config`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def config(tmp_path: Path):
     return write
 
 
-def test_all_kinds_of_values(config):
+def test_all_value_types(config):
     options = parse(
         config(
             """

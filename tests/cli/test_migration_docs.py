@@ -1,4 +1,4 @@
-"""Options that the guides name exist."""
+"""The options named in the guides exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Summary that is printed when the server is ready."""
+"""Summary printed when the server is ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neso.cli.server_process import show_ready
 def model(
     name: str, inputs: dict[str, bool], outputs: set[str], backend: str = "", platform: str = ""
 ) -> Any:
-    """`inputs`: whether each is optional, by name."""
+    """`inputs` maps names to whether they are optional."""
     specs = {name: SimpleNamespace(optional=optional) for name, optional in inputs.items()}
     return SimpleNamespace(
         name=name,

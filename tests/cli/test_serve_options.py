@@ -49,7 +49,7 @@ SAMPLES = {
 
 
 def sample(flag: Flag) -> str:
-    """The flag with a value other than its default."""
+    """Return the flag with a value other than its default."""
     if flag.kind.bare:
         return flag.option
     if flag.kind.metavar == "true|false" and flag.default is True:
@@ -58,7 +58,7 @@ def sample(flag: Flag) -> str:
 
 
 def described(flag: Flag) -> str:
-    """A line of serve_flags.txt: names, type of the value, default, marks."""
+    """Return a line of serve_flags.txt: names, type of the value, default, marks."""
     hidden = flag.default is None or flag.kind.bare or flag.default_text
     default = "" if hidden else flag.kind.format(flag.default)
     marks = ["repeated"] * flag.repeated + ["ignored"] * bool(flag.ignored)
@@ -129,7 +129,7 @@ def test_invalid_values(arguments, message):
         parse(*arguments)
 
 
-def test_addresses_default_to_that_of_http():
+def test_addresses_default_to_the_http_address():
     options = parse("--http-address=127.0.0.1")
     assert options.metrics.host == options.openai.host == "127.0.0.1"
     assert options.grpc.host == "0.0.0.0"

@@ -281,7 +281,7 @@ def test_calls_require_a_running_server(options):
     for call in calls:
         with pytest.raises(tritonserver.InvalidArgumentError, match="Server not started"):
             call()
-    server.start(wait_until_ready=True)  # again, as with Triton
+    server.start(wait_until_ready=True)  # a second time, as with Triton
     assert server.ready()
     server.stop()
 

@@ -1,4 +1,4 @@
-"""The four clients of `tritonclient` behind one face, which notes what of them is used."""
+"""The four clients of `tritonclient` with a common interface that records which methods are used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLASSES = ("InferenceServerClient", "InferInput", "InferRequestedOutput", "Infer
 
 
 def public_methods(module: ModuleType, name: str) -> set[str]:
-    """The public methods of one of the module's classes."""
+    """Return the public methods of one of the module's classes."""
     members = inspect.getmembers(getattr(module, name), callable)
     return {name for name, _ in members if not name.startswith("_")}
 
@@ -34,39 +34,39 @@ class Flavour:
     used: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def make(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """An object of one of the module's classes that notes which of its methods are called."""
+        """Return an object of one of the module's classes that records the methods called on it."""
         return Noting(getattr(self.module, name)(*arguments, **options), self.used[name])
 
     def connect(self, server: ServerProcess, **options: Any) -> Any:
         return self.make("InferenceServerClient", server.address(self.protocol), **options)
 
     def input(self, name: str, array: Any, datatype: str, **options: Any) -> Any:
-        """With its data."""
+        """Return an input with its data."""
         tensor = self.make("InferInput", name, list(array.shape), datatype)
         tensor.set_data_from_numpy(array, **options)
         return tensor
 
     def missing(self, name: str) -> set[str]:
-        """The public methods of a class that nobody has called."""
+        """Return the public methods of a class that were never called."""
         return public_methods(self.module, name) - self.used[name]
 
 
 class Noting:
-    """Passes everything on to the object within, and notes the names."""
+    """Forwards everything to the wrapped object and records the names."""
 
     def __init__(self, within: Any, used: set[str]) -> None:
         object.__setattr__(self, "_Noting__within", within)
         object.__setattr__(self, "_Noting__used", used)
 
     def __getattr__(self, name: str) -> Any:
-        # The library's own way into these objects: a client reads private methods of inputs.
+        # The library itself accesses these objects: a client calls private methods of inputs.
         if not name.startswith("_"):
             self.__used.add(name)
         return getattr(self.__within, name)
 
 
 def flavours() -> list[Flavour]:
-    """All four."""
+    """Return all four flavours."""
     return [
         Flavour("http", http_client, "http", False),
         Flavour("http.aio", http_aio, "http", True),
@@ -76,5 +76,5 @@ def flavours() -> list[Flavour]:
 
 
 async def settled(value: Any) -> Any:
-    """What a method gave, or what its coroutine does."""
+    """Return the result of a method, awaited if it is a coroutine."""
     return await value if inspect.isawaitable(value) else value

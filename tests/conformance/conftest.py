@@ -1,4 +1,4 @@
-"""One server with the shipped model for all conformance tests that do not need a special one."""
+"""A server with the bundled model for all conformance tests that need no special configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    """`neso serve` without any model named: the shipped one."""
+    """`neso serve` without a model argument: the bundled model."""
     with ServerProcess() as process:
         assert process.ports, process.output
         yield process
@@ -31,7 +31,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """As `server`, with an engine whose steps take 50 ms: what is long is still at work when that matters."""
+    """Like `server`, with steps of 50 ms, so that long requests are still running when a test acts."""
     with ServerProcess(environment=slow_environment(tmp_path_factory.mktemp("slow"))) as process:
         assert process.ports, process.output
         yield process
@@ -39,5 +39,5 @@ def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
 
 @pytest.fixture(scope="session")
 def llm() -> LLM:
-    """The same model in this process: what the server must answer, token by token."""
+    """The same model in this process, as the token-by-token reference."""
     return LLM(PILOT)

@@ -1,4 +1,4 @@
-"""Does what a page of the documentation says: writes its files, starts its servers, runs its examples."""
+"""Follows a page of the documentation: writes its files, starts its servers, runs its examples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RUN = ("bash", "python")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. After a line "`path`:" it is that file. `follows`: nothing is between it and the one before."""
+    """A fenced block. After a line "`path`:" it is that file. `follows`: it comes directly after the previous block."""
 
     language: str
     text: str
@@ -35,11 +35,11 @@ class Block:
 
     @property
     def is_answer(self) -> bool:
-        """Whether it is what the block before prints."""
+        """Return whether the block is the output of the previous one."""
         return self.follows and self.path is None and self.language in ("json", "text")
 
     def check(self, printed: str) -> None:
-        """Raises `AssertionError` if something else was printed."""
+        """Raise `AssertionError` if the output differs."""
         if self.language == "json":
             assert json.loads(printed) == json.loads(self.text)
         else:
@@ -47,7 +47,7 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """In their order."""
+    """Return the blocks in order."""
     found, end = [], 0
     for match in _BLOCK.finditer(text):
         follows = not text[end : match.start()].strip()
@@ -57,24 +57,24 @@ def blocks(text: str) -> list[Block]:
 
 
 def sections(text: str) -> dict[str, str]:
-    """What stands under each heading of the second level."""
+    """Return the content of each second-level heading."""
     _, *parts = _SECTION.split(text)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def at_addresses(code: str, server: ServerProcess) -> str:
-    """The example with the ports that the server has in place of the usual ones."""
+    """Return the example with the server's ports instead of the default ones."""
     for name, port in DEFAULT_PORTS.items():
         code = code.replace(f"localhost:{port}", server.address(name))
     return code
 
 
 class DocReader:
-    """Follows a section in a folder of its own.
+    """Follows a section in a separate folder.
 
-    A block `neso serve …` starts a server for the blocks after it, in place of the last. Other blocks of bash and
-    Python are run; a `json` or `text` block right behind one is what it has to print. `stand_ins` are put in place of
-    names in commands and files: checkpoints that are small and on this machine.
+    A block `neso serve …` starts a server for the following blocks and stops the previous one. Other Bash and Python
+    blocks are run; a `json` or `text` block directly after one is its expected output. `stand_ins` replace names in
+    commands and files by small local checkpoints.
     """
 
     def __init__(self, folder: Path, stand_ins: dict[str, str] | None = None) -> None:
@@ -97,7 +97,7 @@ class DocReader:
             self._server.stop()
 
     def follow(self, text: str) -> int:
-        """Do it; returns how many examples were run. Raises `AssertionError` where one fails."""
+        """Run the section; return the number of examples. Raises `AssertionError` if one fails."""
         printed, ran = None, 0
         for block in blocks(text):
             if block.path is not None:
@@ -117,7 +117,7 @@ class DocReader:
         path.write_text(self._with_stand_ins(block.text))
 
     def _run(self, block: Block) -> str | None:
-        """What it printed; None for a server."""
+        """Return the output; None for a server."""
         code = self._with_stand_ins(block.text)
         if block.language == "bash" and code.startswith("neso serve"):
             self._serve(shlex.split(code.replace("\\\n", " "), comments=True)[2:])

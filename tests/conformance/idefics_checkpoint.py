@@ -1,4 +1,4 @@
-"""A tiny Idefics 3 with random weights: of the models that see, one that vLLM loads where there is no torchvision."""
+"""A tiny random Idefics 3: a vision model that vLLM loads without torchvision."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _make_model(seed: int, image_token_id: int) -> torch.nn.Module:
         "patch_size": PATCH,
         "initializer_range": 0.5,
     }
-    # Heads of 32: of the sizes that vLLM's attention on a CPU takes the smallest.
+    # Heads of 32: the smallest size that vLLM's CPU attention supports.
     shape = {**SHAPE, "vocab_size": VOCAB_SIZE + 16, "hidden_size": 128, "max_position_embeddings": 1024}
     text = AutoConfig.for_model("llama", **shape)
     config = AutoConfig.for_model(

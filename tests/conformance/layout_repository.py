@@ -1,4 +1,4 @@
-"""Repositories that `neso repo init` writes, and requests to their models."""
+"""Repositories written by `neso repo init`, and requests to their models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def init(directory: Path, *options: str, model: str = "neso-pilot") -> Path:
 
 
 def tensors(batch: int | None, **values: Any) -> list[grpc_client.InferInput]:
-    """Each value for each of `batch` rows, or one each if it is a list of lists; None: no batch dimension."""
+    """Repeat each value for `batch` rows; a list of lists has one value per row. None: no batch dimension."""
     inputs = []
     for name, value in values.items():
         row = np.atleast_1d(np.array(value, object if isinstance(value, str) else None))
@@ -62,7 +62,7 @@ class Stream:
         self._queue.put(error or result)
 
     def next(self) -> Any:
-        """The next response; None when there is no other. Raises its error."""
+        """Return the next response, or None at the end. Raises its error."""
         result = self._queue.get(timeout=60)
         if isinstance(result, Exception):
             raise result
@@ -74,7 +74,7 @@ class Stream:
         return result
 
     def all(self) -> list[Any]:
-        """Until the end."""
+        """Return the remaining responses."""
         results = []
         while (result := self.next()) is not None:
             results.append(result)
@@ -85,10 +85,10 @@ class Stream:
 
 
 def ask(address: str, model: str, batch: int | None = 1, **values: Any) -> list[Any]:
-    """All responses to one request."""
+    """Return all responses to one request."""
     return Stream(address, model, tensors(batch, **values)).all()
 
 
 def text(results: list[Any]) -> str:
-    """The text of one sequence, put together."""
+    """Return the concatenated text of one sequence."""
     return "".join(result.as_numpy("text_output").reshape(-1)[0].decode() for result in results)

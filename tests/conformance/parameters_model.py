@@ -1,4 +1,4 @@
-"""A model that answers with the parameters of its request, as JSON."""
+"""A model that returns the parameters of its request as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ output { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] }
 
 
 def write(repository: Path) -> None:
-    """Put it into the repository."""
+    """Write the model into the repository."""
     (repository / NAME / "1").mkdir(parents=True)
     (repository / NAME / "1" / "model.py").write_text(_MODEL)
     (repository / NAME / "config.pbtxt").write_text(_CONFIG)

@@ -1,4 +1,4 @@
-"""A real `neso serve` process on free ports, as a user would start it."""
+"""A real `neso serve` process on free ports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 PORT_LINE = re.compile(r"^  (http|grpc|metrics|openai)\s+(\d+)", re.MULTILINE)
-# Where the front ends listen unless a test says otherwise.
+# Default ports of the front ends in tests.
 PLACES = {
     f"--{name}-{what}": value
     for name in ("http", "grpc", "metrics", "openai")
@@ -27,9 +27,9 @@ PLACES = {
 
 
 class ServerProcess:
-    """Started by the constructor, which returns when the server says that it is ready, or has ended.
+    """The constructor starts the server and returns when it is ready or has exited.
 
-    `python`: the interpreter, this one unless another is named. `environment`: variables beside those of this process.
+    `python`: the interpreter, by default that of this process. `environment`: additional variables.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ServerProcess:
         self.stop()
 
     def stop(self) -> int:
-        """SIGTERM, and the exit status; killed if that takes longer than 45 s."""
+        """Send SIGTERM and return the exit status; kill the process after 45 s."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -95,11 +95,11 @@ class ServerProcess:
         return f"127.0.0.1:{self.ports[protocol]}"
 
     def get(self, path: str, protocol: str = "http") -> tuple[int, bytes]:
-        """Status and body of a GET."""
+        """Return status and body of a GET."""
         return _call(urllib.request.Request(self.url(path, protocol)))
 
     def post(self, path: str, body: Any, protocol: str = "http", **headers: str) -> tuple[int, Any]:
-        """Status and JSON body of a POST; `body` is sent as it is if it is bytes, else as JSON."""
+        """Return status and JSON body of a POST; bytes are sent unchanged, any other `body` as JSON."""
         data = body if isinstance(body, bytes) else orjson.dumps(body)
         request = urllib.request.Request(
             self.url(path, protocol), data, {"Content-Type": "application/json", **headers}
@@ -108,14 +108,14 @@ class ServerProcess:
         return status, orjson.loads(answer) if answer else None
 
     def metrics(self) -> dict[str, float]:
-        """All samples, by their name with labels."""
+        """Return all samples by name with labels."""
         status, text = self.get("/metrics", "metrics")
         assert status == 200
         lines = [line for line in text.decode().splitlines() if line and not line.startswith("#")]
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
     def gauge(self, name: str) -> float:
-        """The sum of a family over its labels."""
+        """Return the sum of a family over its labels."""
         return sum(value for key, value in self.metrics().items() if key.split("{")[0] == name)
 
 

@@ -1,4 +1,4 @@
-"""Clients that vanish: the others get their exact tokens, and every block comes back."""
+"""Disconnecting clients: other clients get their exact tokens, and all blocks are freed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def prompt(i: int) -> str:
 
 
 @pytest.mark.slow
-def test_half_of_a_hundred_streams_disconnect(llm):
-    """Over the network, with a cache that holds only some of them."""
+def test_fifty_of_a_hundred_streams_disconnect(llm):
+    """Over the network, with a cache that holds only some of the requests."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = llm.generate([prompt(i) for i in range(STREAMS)], params, progress=False)
     with ServerProcess("--max-num-seqs=32", "--kv-cache-memory=6000000") as server:
@@ -73,7 +73,7 @@ def test_half_of_a_hundred_streams_disconnect(llm):
 
 
 def _assert_idle(server: ServerProcess) -> None:
-    """Neither the server nor its engine burns processor time when there is nothing to do."""
+    """Check that server and engine use no CPU time when idle."""
     processes = [psutil.Process(server.process.pid)]
     processes += processes[0].children(recursive=True)
     assert any(re.search("engine_process", " ".join(p.cmdline())) for p in processes)
@@ -86,11 +86,11 @@ def _assert_idle(server: ServerProcess) -> None:
         time.sleep(2)
         return (used() - before) / (time.monotonic() - started) < 0.1
 
-    wait_until(idle)  # they may have to tidy up first
+    wait_until(idle)  # they may have to clean up first
 
 
 async def test_blocks_are_conserved_after_aborts_in_every_state():
-    """The same through the engine's channel, down to the block pool's own check."""
+    """The same through the engine's IPC channel, with the integrity check of the block pool."""
     config = EngineConfig.from_options(str(PILOT), {"num_blocks": 160, "max_num_seqs": 16})
     engine = await AsyncEngine.start(config)
     rng = random.Random(1)

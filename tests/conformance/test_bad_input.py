@@ -1,4 +1,4 @@
-"""Bad input gets the protocol's own error, at once, and the server goes on."""
+"""Invalid input gets an immediate error of the protocol, and the server continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two real servers that share a real Redis, which goes away and comes back while clients ask."""
+"""Two servers that share a Redis, which stops and restarts while clients send requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def redis(tmp_path):
 
 @pytest.fixture
 def serve(tmp_path, redis):
-    """Arguments of a server with the cache."""
+    """Return arguments of a server with the cache."""
     folder = tmp_path / "models" / "double" / "1"
     folder.mkdir(parents=True)
     (folder / "model.py").write_text(CODE)
@@ -65,7 +65,7 @@ def ask(server: ServerProcess, value: int) -> int:
 
 
 def wait_for_more(server: ServerProcess, metric: str, count: int) -> None:
-    """Until a counter has gone up by so much."""
+    """Wait until a counter has increased by the given amount."""
     before = server.gauge(metric)
     wait_until(lambda: server.gauge(metric) >= before + count)
 

@@ -1,4 +1,4 @@
-"""Formats made of special tokens, with a real server: the shipped model, one of whose tokens has another name."""
+"""Chat formats with special tokens, on the bundled model with a renamed token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ END = "{{- '<|im_start|>assistant\\n' }}"
 
 
 def add_model(repository: Path, name: str, token: str, changed: tuple[str, str], **parameters: str) -> None:
-    """The pilot with its padding token called `token`, and a change in its chat template."""
+    """Add the bundled model with its padding token renamed to `token`, and a modified chat template."""
     version = repository / name / "1"
     shutil.copytree(PILOT, version)
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -47,7 +47,7 @@ def add_model(repository: Path, name: str, token: str, changed: tuple[str, str],
 @pytest.fixture(scope="module")
 def api(tmp_path_factory):
     repository = tmp_path_factory.mktemp("repository")
-    # What the templates say tells the formats, but for the third model, whose configuration does.
+    # The formats are detected from the templates, except for the third model, which configures it.
     add_model(repository, "mistral", "[TOOL_CALLS]", ("<tool_call>", "[TOOL_CALLS]"))
     add_model(
         repository,
@@ -84,7 +84,7 @@ def test_calls(api, model, stream):
 
 
 def test_special_tokens_stay_hidden(api):
-    """Others than those of the format, and those of the format where nothing is called."""
+    """Special tokens outside the format, and those of the format without a tool call."""
     other = {"logit_bias": {"1": 100}, "max_completion_tokens": 5, "temperature": 0}
     for fields in ({}, {"tools": TOOLS}):
         for model in ("mistral", "thinker"):
@@ -101,7 +101,7 @@ def test_special_tokens_stay_hidden(api):
 
 @pytest.mark.parametrize("fields", [{"response_format": FORM}, {"tools": TOOLS, "tool_choice": "required"}])
 def test_reasoning_and_content(api, fields):
-    """The prompt opens it. The mark of its end is made likely, or the model would not come to it."""
+    """The prompt opens the reasoning. Its end mark gets a logit bias, since the model would not generate it."""
     found = 0
     for seed in range(4):
         (choice,) = api.chat.completions.create(

@@ -1,4 +1,4 @@
-"""Images through the server: OpenAI's chat with the `openai` client, and Triton's `image` tensor."""
+"""Images through the server: OpenAI chats with the `openai` client, and Triton's `image` tensor."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_image_tensor(vision, directory):
     )
 
 
-def test_text_model_refuses_images(server):
+def test_text_model_rejects_images(server):
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(1)}"}}
     refused = pytest.raises(openai.BadRequestError, match="text only")
     with openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none") as client, refused:

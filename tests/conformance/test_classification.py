@@ -1,4 +1,4 @@
-"""The classification extension with `tritonclient`, over HTTP and gRPC, and as plain JSON."""
+"""The classification extension with `tritonclient` over HTTP and gRPC, and with plain JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def served(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["http", "grpc"])
 def triton(served, request):
-    """Module and connection of either protocol."""
+    """The module and a connected client of each protocol."""
     module = {"http": http_client, "grpc": grpc_client}[request.param]
     with module.InferenceServerClient(served.address(request.param)) as connection:
         yield module, connection

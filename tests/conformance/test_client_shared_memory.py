@@ -1,4 +1,4 @@
-"""System shared memory with `tritonclient`'s own utilities, over HTTP and gRPC."""
+"""System shared memory with `tritonclient`'s utilities, over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def triton(module: ModuleType, protocol: str, process: ServerProcess) -> Iterato
 
 @pytest.fixture
 def memory(protocol: str) -> Iterator[Any]:
-    """The object: numbers at 0, strings at 1024, room for outputs from 4096."""
+    """A region with numbers at 0, strings at 1024, and space for outputs from 4096."""
     handle = shm.create_shared_memory_region("region", f"/neso_{protocol}_{os.getpid()}", SIZE)
     shm.set_shared_memory_region(handle, [NUMBERS])
     shm.set_shared_memory_region(handle, [serialize_byte_tensor(STRINGS)], offset=1024)
@@ -147,7 +147,7 @@ def parameters_of(output: Any) -> dict[str, Any]:
 
 
 def status_of(client: Any, name: str = "") -> list[dict[str, Any]]:
-    """In HTTP's form."""
+    """Return the status in the format of HTTP."""
     status = client.get_system_shared_memory_status(name)
     if isinstance(status, list):
         return status
@@ -207,14 +207,14 @@ def test_mixed_shared_memory_and_inline_tensors(triton, module, memory):
     assert result.as_numpy("T").tolist() == STRINGS.tolist() and result.as_numpy("Y") is None
 
 
-def test_a_region_with_an_offset(triton, module, memory):
+def test_region_with_an_offset(triton, module, memory):
     triton.register_system_shared_memory("strings", key(memory), 64, offset=1000)
     inputs = plain_inputs(module)
     inputs[1].set_shared_memory("strings", STRINGS_SIZE, offset=24)
     assert triton.infer("double", inputs).as_numpy("T").tolist() == STRINGS.tolist()
 
 
-def test_bad_registrations(triton, protocol, memory):
+def test_invalid_registrations(triton, protocol, memory):
     triton.register_system_shared_memory("region", key(memory), SIZE)
     exists = "shared memory region 'region' already in manager"
     with refused(protocol, exists, "400", "ALREADY_EXISTS"):
@@ -231,7 +231,7 @@ def test_bad_registrations(triton, protocol, memory):
         triton.get_system_shared_memory_status("big")
 
 
-def test_bad_requests(triton, module, protocol, memory):
+def test_invalid_requests(triton, module, protocol, memory):
     message = "Unable to find shared memory region: 'region'"
     with refused(protocol, message, "404", "NOT_FOUND"):
         triton.infer("double", region_inputs(module))
@@ -255,7 +255,7 @@ def test_bad_requests(triton, module, protocol, memory):
     triton.infer("double", plain_inputs(module))
 
 
-def test_inline_data_with_shared_memory_is_refused(process):
+def test_inline_data_with_shared_memory_is_rejected(process):
     parameters = {"shared_memory_region": "region", "shared_memory_byte_size": 4}
     entry = {"name": "X", "datatype": "FP32", "shape": [1], "parameters": parameters, "data": [1.0]}
     status, answer = process.post("/v2/models/double/infer", {"inputs": [entry]})
@@ -273,13 +273,13 @@ def test_inline_data_with_shared_memory_is_refused(process):
         assert status == 400 and words in answer["error"]
 
 
-def test_cuda_regions_are_refused(triton, protocol):
+def test_cuda_regions_are_rejected(triton, protocol):
     status = triton.get_cuda_shared_memory_status()
     assert status == [] if protocol == "http" else not status.regions
     triton.unregister_cuda_shared_memory()
     triton.unregister_cuda_shared_memory("c")
     message = (
-        "failed to register CUDA shared memory region: 'c', "  # GPUs not supported; or invalid args, with one
+        "failed to register CUDA shared memory region: 'c', "  # then "GPUs not supported" or "invalid args"
     )
     with refused(protocol, message, "400", "INVALID_ARGUMENT"):
         triton.register_cuda_shared_memory("c", base64.b64encode(bytes(64)), 0, 16)
@@ -299,7 +299,9 @@ async def test_with_the_asyncio_clients(protocol, aio, process, memory):
 
 
 @pytest.mark.parametrize(("protocol", "aio"), [("http", http_aio), ("grpc", grpc_aio)])
-async def test_unregistered_region_stays_until_its_requests_end(protocol, aio, process, memory, repository):
+async def test_unregistered_region_stays_mapped_until_its_requests_end(
+    protocol, aio, process, memory, repository
+):
     folder = repository / "double" / "1"
     for name in ("begun", "go"):
         (folder / name).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Every public method of `tritonclient`'s four clients and of their tensors, against a real server.
+"""Every public method of `tritonclient`'s four clients and their tensors, against a real server.
 
-A scenario is written once for all clients. The last test fails for each method that no scenario calls.
+A scenario is shared by all clients. The last test fails for each method that no scenario calls.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def inputs(flavour: Flavour, **options: Any) -> list[Any]:
 
 
 def as_dict(flavour: Flavour) -> dict[str, Any]:
-    """The argument that makes a gRPC client answer with what an HTTP client does."""
+    """Return the argument that makes a gRPC client respond like an HTTP client."""
     return {"as_json": True} if flavour.protocol == "grpc" else {}
 
 
 async def parameters_seen(flavour: Flavour, client: Any, **options: Any) -> dict[str, Any]:
-    """The parameters of an infer request with these options, as the model has them."""
+    """Return the parameters of an infer request with these options as the model receives them."""
     tensor = flavour.input("IN", np.array([b"x"], np.object_), "BYTES")
     result = await settled(client.infer("parameters", [tensor], **options))
     return json.loads(result.as_numpy("OUT")[0])
@@ -123,7 +123,7 @@ async def statistics(flavour: Flavour, client: Any, server: ServerProcess) -> No
 
     before = await count()
     await settled(client.infer("double", inputs(flavour)))
-    assert await count() > before  # others' requests may have ended in between
+    assert await count() > before  # requests of other tests may have ended in between
     everything = await settled(client.get_inference_statistics(**as_dict(flavour)))
     assert {stats["name"] for stats in everything["model_stats"]} >= {"double", "repeat", "parameters"}
 
@@ -190,7 +190,7 @@ async def infer_with_everything(flavour: Flavour, client: Any, server: ServerPro
 
 
 class Noted:
-    """A result whose methods are noted."""
+    """A result whose method calls are recorded."""
 
     def __init__(self, flavour: Flavour, result: Any) -> None:
         self._result, self._used = result, flavour.used["InferResult"]
@@ -217,7 +217,7 @@ async def inputs_by_hand(flavour: Flavour, client: Any, server: ServerProcess) -
 
 
 async def bodies_by_hand(flavour: Flavour, client: Any, server: ServerProcess) -> None:
-    """For those who send and receive by a client of their own."""
+    """Helpers for callers that send and receive with another HTTP client."""
     if flavour.protocol != "http":
         return
     body, header_length = client.generate_request_body(inputs(flavour))
@@ -282,7 +282,7 @@ async def shared_memory(flavour: Flavour, client: Any, server: ServerProcess) ->
 
 
 async def cuda_shared_memory(flavour: Flavour, client: Any, server: ServerProcess) -> None:
-    """What there is without a GPU: no regions, and a clear refusal. With one, a handle that is none."""
+    """Without a GPU: no regions, and a clear error. With a GPU: an invalid handle."""
     status = await settled(client.get_cuda_shared_memory_status(**as_dict(flavour)))
     assert not (status.get("regions") if flavour.protocol == "grpc" else status)
     handle = base64.b64encode(bytes(64))
@@ -312,7 +312,7 @@ async def asynchronous_requests(flavour: Flavour, client: Any, server: ServerPro
 
 
 async def cancelling_one(flavour: Flavour, client: Any, server: ServerProcess) -> None:
-    """The call context of an asynchronous gRPC request."""
+    """Return the call context of an asynchronous gRPC request."""
     slow = [flavour.input("X", X + 5, "FP32"), flavour.input("S", S, "BYTES")]
     if flavour.name == "grpc":
         answers: queue.Queue[Any] = queue.Queue()
@@ -413,7 +413,7 @@ async def cancelling_streams(flavour: Flavour, client: Any, server: ServerProces
 
 
 def plain(settings: Any) -> dict[str, Any]:
-    """Settings of the log or of traces as plain values, from JSON or from a message."""
+    """Return log or trace settings as plain values, from JSON or a message."""
     if isinstance(settings, dict):
         return settings
     return MessageToDict(settings, preserving_proto_field_name=True)["settings"]

@@ -61,7 +61,7 @@ def infer(triton, request=None, response=None, binary=True) -> client.InferResul
 
 
 def post(served, body: bytes, **headers: str):
-    """Status, headers and body of an infer request."""
+    """Return status, headers and body of an infer request."""
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(served.url(INFER), body, names)
     try:
@@ -134,7 +134,7 @@ def test_curl(served, tmp_path):
     ],
     ids=["broken", "cut off", "more behind", "empty"],
 )
-def test_broken_data(served, coding, spoil, words):
+def test_invalid_data(served, coding, spoil, words):
     packed = spoil(COMPRESS[coding](orjson.dumps(BODY)))
     status, _, answer = post(served, packed, Content_Encoding=coding)
     assert status == 400 and words in orjson.loads(answer)["error"]
@@ -157,7 +157,7 @@ def test_unknown_coding_error_lists_known_codings(served):
 
 
 @pytest.mark.parametrize("path", ["generate", "generate_stream"])
-def test_generate_refuses_compressed_bodies(served, path):
+def test_generate_rejects_compressed_bodies(served, path):
     url = f"/v2/models/identity/{path}"
     status, answer = served.post(url, gzip.compress(b'{"INPUT": 1}'), **{"Content-Encoding": "gzip"})
     expected = {"error": "Unsupported content-encoding, only 'identity' is supported."}
@@ -183,7 +183,7 @@ def test_errors_are_readable_by_the_client(triton):
 
 
 def grpc_infer(counter: WireCounter, coding: str | None = None) -> tuple[int, int]:
-    """Bytes sent and received for one inference on 256 KiB of zeros."""
+    """Return bytes sent and received for one inference on 256 KiB of zeros."""
     zeros = np.zeros((1, 1 << 16), np.float32)
     tensor = grpc_client.InferInput("INPUT", list(zeros.shape), "FP32")
     tensor.set_data_from_numpy(zeros)
@@ -232,6 +232,6 @@ def test_grpc_streams_are_compressed(repository):
         assert counter.sent < 1 << 14 and counter.received < 1 << 14
 
 
-def test_unknown_level_is_refused():
+def test_unknown_level_is_rejected():
     command = [sys.executable, "-m", "neso.cli", "serve", "--grpc-infer-response-compression-level=most"]
     assert subprocess.run(command, capture_output=True, timeout=100).returncode == 2

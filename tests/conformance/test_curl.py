@@ -1,4 +1,4 @@
-"""What clients do that build their requests by hand: chunked uploads, expectations, raw tensors."""
+"""Requests of handwritten clients: chunked uploads, Expect headers, raw tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def curl(*arguments: str) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of the last answer; interim ones are skipped."""
+    """Return status, headers and body of the last response; interim ones are skipped."""
     output = subprocess.run(["curl", "-si", *arguments], capture_output=True, timeout=100, check=True).stdout
     status, headers, body = 100, "", output
     while status == 100:
@@ -76,7 +76,7 @@ def test_a_body_over_the_limit(served, tmp_path, chunked):
 
 
 def raw(served: ServerProcess, model: str, path: Path, *headers: str) -> tuple[int, dict[str, str], bytes]:
-    """A request whose body is the file, the model's one input."""
+    """Send a request whose body is the file, the model's only input."""
     url = served.url(f"/v2/models/{model}/infer")
     return curl(
         url,

@@ -1,4 +1,4 @@
-"""The examples of the README and the quickstart, run as they stand against a real server."""
+"""The examples of the README and the quickstart, run unchanged against a real server."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class TritonPythonModel:
 
 
 def examples() -> list:
-    """Language, code, and the block of what it prints, if the page shows one."""
+    """Return language, code, and the block with the expected output, if any."""
     found = []
     for page in PAGES:
         read = [*blocks((ROOT / page).read_text()), None]
         for block, following in pairwise(read):
-            # The set-up commands are tried on a clean machine, not within the tests that they run.
+            # The setup commands are tested on a clean machine, not here.
             if block is None or block.path is not None or block.language not in ("bash", "python"):
                 continue
             if "./neso-" in block.text:
@@ -62,7 +62,7 @@ def examples() -> list:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """The shipped model, and the identity that the pages on tensors use."""
+    """The bundled model, and the identity model that the pages on tensors use."""
     repository = tmp_path_factory.mktemp("repository")
     (repository / "identity" / "1").mkdir(parents=True)
     (repository / "identity" / "config.pbtxt").write_text(IDENTITY_CONFIG)

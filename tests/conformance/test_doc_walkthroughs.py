@@ -1,4 +1,4 @@
-"""The guides, section by section: their files, their `neso serve`, their clients, and the answers that they print."""
+"""The guides, section by section: their files, `neso serve` commands, clients, and expected output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def walkthroughs() -> list:
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory) -> dict[str, str]:
-    """Small checkpoints of the kinds that the guides name."""
+    """Small checkpoints of the kinds that the guides use."""
     checkpoints = pytest.importorskip("checkpoints")
     root = tmp_path_factory.mktemp("checkpoints")
     return {
@@ -51,7 +51,7 @@ def stand_ins(tmp_path_factory) -> dict[str, str]:
 
 
 def is_installed(name: str) -> bool:
-    """Whether there is such a package; a folder of tests that is called like it is none."""
+    """Return whether the package exists; a test folder of the same name does not count."""
     spec = find_spec(name)
     return spec is not None and spec.origin is not None
 

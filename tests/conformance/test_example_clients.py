@@ -29,7 +29,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def run(script: str, *arguments: str | Path, fails: bool = False) -> str:
-    """What the script prints; of one that fails, its errors."""
+    """Return the output of the script, or its errors if it fails."""
     command = [sys.executable, SCRIPTS / f"{script}.py", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert (result.returncode != 0) == fails, result.stdout + result.stderr
@@ -104,7 +104,7 @@ def test_beams(address):
 
 
 def test_an_adapter(address, tmp_path):
-    """Of the query's projection in the first layer: it changes what is said, also when only its number comes again."""
+    """An adapter of the first layer's query projection changes the text, also when only its id is sent."""
     rng = np.random.default_rng(0)
     hidden = 256
     rank = 4

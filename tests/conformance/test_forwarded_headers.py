@@ -1,4 +1,4 @@
-"""Headers that reach a model as parameters, over HTTP and gRPC."""
+"""Headers that are forwarded to a model as parameters, over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_infer(process, protocol, module):
 
 @pytest.mark.parametrize(("protocol", "module"), [("http", http_client), ("grpc", grpc_client)])
 def test_header_overrides_parameter(process, protocol, module):
-    """Whoever put a proxy before the server that sets the header wants to rely on it."""
+    """A proxy that sets the header must be able to rely on it."""
     with module.InferenceServerClient(process.address(protocol)) as client:
         result = client.infer(
             "parameters", [tensor(module)], headers={"x-team": "right"}, parameters={"x-team": "forged"}
@@ -86,7 +86,7 @@ def test_stream(process):
     }
 
 
-def test_bad_pattern():
+def test_invalid_pattern():
     with ServerProcess("--http-header-forward-pattern=(") as server:
         assert server.process.wait(60) == 2
         assert "--http-header-forward-pattern: '(' is not a regular expression: missing" in server.output

@@ -1,4 +1,4 @@
-"""In-flight batching is real: a short request sent after a long one does not wait for it."""
+"""In-flight batching: a short request sent after a long one does not wait for it."""
 
 from __future__ import annotations
 

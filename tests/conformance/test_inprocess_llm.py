@@ -1,4 +1,4 @@
-"""The in-process API with a real language model, in the words of Triton's."""
+"""The in-process API with a language model, with Triton's names."""
 
 from __future__ import annotations
 

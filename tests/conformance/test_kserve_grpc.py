@@ -51,7 +51,7 @@ def test_health_and_metadata(triton):
     assert triton.get_model_repository_index().models[0].state == "READY"
 
 
-def test_unary_on_a_decoupled_model_is_refused(triton):
+def test_unary_on_a_decoupled_model_is_rejected(triton):
     with pytest.raises(InferenceServerException, match="decoupled transaction policy") as caught:
         triton.infer(MODEL, inputs(QUESTION, False))
     assert caught.value.status() == "StatusCode.UNIMPLEMENTED"

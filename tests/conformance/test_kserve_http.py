@@ -49,7 +49,7 @@ def test_health_and_metadata(triton):
     assert triton.get_inference_statistics(MODEL)["model_stats"][0]["name"] == MODEL
 
 
-def test_infer_is_refused_on_a_decoupled_model(triton):
+def test_infer_is_rejected_on_a_decoupled_model(triton):
     tensor = client.InferInput("text_input", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([QUESTION.encode()], np.object_))
     with pytest.raises(InferenceServerException, match="decoupled"):

@@ -1,4 +1,4 @@
-"""LangChain's ChatOpenAI against a real server, by chats and by the Responses API."""
+"""LangChain's ChatOpenAI against a real server, with chat completions and the Responses API."""
 
 from __future__ import annotations
 

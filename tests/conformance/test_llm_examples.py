@@ -1,4 +1,4 @@
-"""The examples of agents and constrained decoding, run as they stand against the shipped model."""
+"""The examples of agents and constrained decoding, run unchanged with the bundled model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_agent(server):
 
 
 def test_agent_without_forced_tools(server):
-    """What it says is not worth much, but there is an answer."""
+    """The answer may be poor, but it is not empty."""
     output = run(
         "agent/client.py",
         "--prompt=How is TSLA doing?",

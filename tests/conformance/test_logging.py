@@ -1,4 +1,4 @@
-"""The log of a real server process, and how clients change it."""
+"""The log of a server process, and changes of its settings by clients."""
 
 from __future__ import annotations
 

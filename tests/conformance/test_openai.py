@@ -1,4 +1,4 @@
-"""OpenAI's API with the `openai` client, synchronous, asyncio and streaming, on both ports."""
+"""The OpenAI API with the `openai` client, synchronous, asyncio and streaming, on both ports."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_chat_logprobs(api):
     )
 
 
-def test_async_client_runs_many_at_once(server, llm):
+def test_concurrent_requests_of_the_asyncio_client(server, llm):
     expected = chat_answer(llm).text
 
     async def run() -> list[str]:
@@ -251,7 +251,7 @@ def test_forced_tool_call(api, choice, stream):
     assert json.loads(arguments)["city"] in ("Paris", "Rome")
 
 
-def test_a_bad_schema_is_a_400(api):
+def test_invalid_schema_has_status_400(api):
     form = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"type": "strin"}}}
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:

@@ -1,4 +1,4 @@
-"""Who may use OpenAI's API: a real server process, the `openai` client and plain HTTP."""
+"""Access control of the OpenAI API: a server process, the `openai` client and plain HTTP."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(key_file: Path) -> Iterator[ServerProcess]:
-    """With keys from everywhere."""
+    """A server with keys from all sources."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NESO_API_KEY", "sk-environment")
         process = ServerProcess(
@@ -101,7 +101,7 @@ def test_key_file_is_reloaded(server: ServerProcess, key_file: Path) -> None:
 
 
 def within_a_minute() -> None:
-    """Quotas count anew with each minute of the clock: what is counted shall not run from one into the next."""
+    """Wait if needed: quotas reset at full minutes, and a test must not span two of them."""
     while time.time() % 60 > 50:
         time.sleep(0.1)
 
@@ -141,7 +141,7 @@ def test_cors(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_bodies_that_are_too_large(server: ServerProcess, chunked: bool) -> None:
+def test_too_large_bodies(server: ServerProcess, chunked: bool) -> None:
     body = b"x" * 200_000
     answer = requests.post(
         server.url("/v1/completions", "openai"),
@@ -300,7 +300,9 @@ def test_load_with_config_override(explicit: ServerProcess) -> None:
         ("echo", {"config": "{"}, 400, None),
     ],
 )
-def test_refused_loads(explicit: ServerProcess, name: str, body: Any, status: int, param: str | None) -> None:
+def test_rejected_loads(
+    explicit: ServerProcess, name: str, body: Any, status: int, param: str | None
+) -> None:
     got, answer = control(explicit, name, "load", body)
     assert (got, answer["error"]["param"]) == (status, param), answer
 
@@ -313,10 +315,10 @@ def test_loads_need_explicit_model_control() -> None:
             assert "--model-control-mode=explicit" in answer["error"]["message"]
 
 
-# -- the port's own certificate --------------------------------------------------------------------------------------
+# -- certificate of the port -----------------------------------------------------------------------------------------
 
 
-def test_openai_port_with_its_own_certificate(tmp_path: Path) -> None:
+def test_openai_port_with_a_separate_certificate(tmp_path: Path) -> None:
     authority = trustme.CA()
     leaf = authority.issue_cert("127.0.0.1")
     leaf.private_key_pem.write_to_path(tmp_path / "key.pem")

@@ -1,4 +1,4 @@
-"""What chats tell of their tokens, whole and streamed, on the shipped model."""
+"""Token details of chats, whole and streamed, on the bundled model."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_beams_and_best_of(chat, llm):
         ({"max_new_tokens": 3}, "max_new_tokens"),
     ],
 )
-def test_refused_parameters(chat, fields, param):
+def test_rejected_parameters(chat, fields, param):
     if param is not None:
         assert chat(400, **fields)["error"]["param"] == param
     else:

@@ -1,4 +1,4 @@
-"""Completions to the last detail: echo, log probabilities, best_of, beams, cut prompts, vectors."""
+"""Details of completions: echo, log probabilities, best_of, beams, truncated prompts, prompt embeddings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LOGPROB_PATHS = [
     {"echo": True, "n": 2, "temperature": 1.2, "seed": 1},
     {"best_of": 3, "n": 2, "temperature": 1.0, "seed": 2},
     {"stop": ["running batch"]},
-    {"stop": ["atch a"]},  # begins and ends within tokens
+    {"stop": ["atch a"]},  # starts and ends within tokens
     {"stop": ["atch a"], "include_stop_str_in_output": True},
     {"use_beam_search": True, "n": 2},
     {"prompt": "Grüße aus Köln ☃ 日本", "echo": True, "max_tokens": 4},
@@ -57,7 +57,7 @@ LOGPROB_PATHS = [
 
 @pytest.mark.parametrize("fields", LOGPROB_PATHS, ids=lambda fields: ",".join(fields))
 def test_logprobs_match_the_text(server, fields):
-    """Every token is where `text_offset` says, and whole and streamed answers say the same."""
+    """Every token is at its `text_offset`, and whole and streamed responses agree."""
     fields = {"max_tokens": 24, "logprobs": 2, **fields}
     whole = complete(server, **fields)
     for choice in whole["choices"]:
@@ -75,7 +75,7 @@ def test_logprobs_match_the_text(server, fields):
 
 
 def streamed(server, fields):
-    """Text, log probabilities and reason of each choice, put together from a stream."""
+    """Return text, log probabilities and finish reason of each choice, joined from a stream."""
     with openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0) as client:
         body = {"model": MODEL, "prompt": QUESTION, "temperature": 0, **fields}
         known = {name: body.pop(name) for name in ("model", "prompt")}
@@ -132,7 +132,7 @@ def test_prompt_logprobs(server, llm):
 def test_best_of(server):
     best = complete(server, best_of=4, n=1, temperature=1.0, seed=1, max_tokens=8, logprobs=0)
     assert len(best["choices"]) == 1
-    assert best["usage"]["completion_tokens"] > 8  # those that were not chosen count, too
+    assert best["usage"]["completion_tokens"] > 8  # candidates that were not chosen count too
     several = complete(server, n=4, temperature=1.0, seed=1, max_tokens=8, logprobs=0)["choices"]
 
     def mean(choice):
@@ -268,5 +268,5 @@ def test_usage_in_streams(api):
         ({"web_search_options": {"a": 1}}, "web_search_options"),
     ],
 )
-def test_refused_parameters(server, fields, param):
+def test_rejected_parameters(server, fields, param):
     assert refused(server, **fields) == param

@@ -1,4 +1,4 @@
-"""Defaults of sampling from a checkpoint's generation_config.json: real servers, the `openai` client."""
+"""Sampling defaults from a checkpoint's generation_config.json, with real servers and the `openai` client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEEDS = range(4)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that ships, with defaults by which the likeliest token is always taken."""
+    """The bundled model with greedy sampling as its default."""
     directory = tmp_path_factory.mktemp("checkpoint") / MODEL
     shutil.copytree(SHIPPED_MODELS["neso-pilot"], directory)
     file = directory / "generation_config.json"
@@ -39,7 +39,7 @@ def server(checkpoint: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def other(checkpoint: Path) -> Iterator[ServerProcess]:
-    """The same, but not by the file."""
+    """A server with defaults from an option; the file is ignored."""
     override = json.dumps({"max_new_tokens": 12, "temperature": 5.0})
     with ServerProcess(
         checkpoint, "--generation-config=vllm", f"--override-generation-config={override}"
@@ -57,7 +57,7 @@ def chat(server: ServerProcess, **fields: Any) -> Any:
 
 
 def texts(server: ServerProcess, **fields: Any) -> dict[str, set[str]]:
-    """What each route says, with several seeds."""
+    """Return the text of each route, with several seeds."""
     asking = client(server)
     choice = {name: value for name, value in fields.items() if name != "max_tokens"}
     return {

@@ -1,4 +1,4 @@
-"""Embeddings, scores and re-ranking with the `openai` client and by plain HTTP, against the engine itself."""
+"""Embeddings, scores and reranking with the `openai` client and plain HTTP, compared with the engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_models(api):
 
 @pytest.mark.parametrize("encoding", ["float", "base64", None])
 def test_embeddings(api, embedder, encoding):
-    # The client itself asks for base64 unless told otherwise, and decodes it.
+    # The client requests base64 by default and decodes it.
     given = {"encoding_format": encoding} if encoding else {}
     reply = api.embeddings.create(model="embedder", input=TEXTS, **given)
     assert [entry.index for entry in reply.data] == [0, 1] and reply.object == "list"
@@ -87,7 +87,7 @@ def test_tokens_and_dimensions(api, embedder):
         ({"input": "x", "dimensions": 0}, "dimensions"),
     ],
 )
-def test_bad_requests_name_the_field(api, given, param):
+def test_invalid_requests_name_the_field(api, given, param):
     with pytest.raises(openai.BadRequestError) as caught:
         api.embeddings.create(model="embedder", **given)
     assert caught.value.param == param

@@ -1,4 +1,4 @@
-"""The Responses API with the `openai` client: whole, streamed, parsed, chained, in the background."""
+"""The Responses API with the `openai` client: whole, streamed, parsed, chained, and in the background."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_instructions_become_the_system_message(one_api, llm):
     assert response.instructions == system["content"]
 
 
-def test_a_chain_of_responses_is_one_conversation(one_api, llm):
+def test_chained_responses_share_one_conversation(one_api, llm):
     first = one_api.responses.create(model=MODEL, input="What is TTFT?", temperature=0)
     second = one_api.responses.create(
         model=MODEL, input=QUESTION, previous_response_id=first.id, temperature=0, metadata={"turn": "2"}
@@ -311,7 +311,7 @@ def test_truncation(one_api):
         ({"metadata": {"a": 1}}, "metadata.a"),
     ],
 )
-def test_bad_input(server, fields, param):
+def test_invalid_input(server, fields, param):
     status, body = server.post("/v1/responses", {"model": MODEL, "input": "Hi", **fields}, "openai")
     assert (status, body["error"]["param"]) == (400, param), body
     assert body["error"]["type"] == "invalid_request_error"
@@ -340,7 +340,7 @@ def test_input_tokens(one_api):
     assert counted.input_tokens == made.usage.input_tokens
 
 
-def test_pages_of_input_items(one_api, server):
+def test_pagination_of_input_items(one_api, server):
     made = one_api.responses.create(
         model=MODEL, input=[user(str(number)) for number in range(5)], max_output_tokens=1
     )

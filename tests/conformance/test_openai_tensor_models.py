@@ -1,4 +1,4 @@
-"""Models whose text comes and goes as tensors, asked by the `openai` package."""
+"""Models with text as tensors, with the `openai` client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def complete(client: openai.OpenAI, model: str, prompt: str = "a b c", **fields:
 
 
 def shown(client: openai.OpenAI, model: str, **fields: Any) -> dict[str, Any]:
-    """The tensors that a model was given."""
+    """Return the input tensors that the model received."""
     return json.loads(complete(client, model, "show", **fields).choices[0].text)
 
 
@@ -64,7 +64,7 @@ def test_unknown_usage_is_omitted(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("model", BY_TENSORS)
-def test_unary_and_streamed_answers_are_equal(client: openai.OpenAI, model: str) -> None:
+def test_unary_and_streamed_responses_are_equal(client: openai.OpenAI, model: str) -> None:
     whole = complete(client, model, max_tokens=99)
     assert whole.choices[0].text == "".join(WORDS)
     assert whole.choices[0].finish_reason == "stop"
@@ -78,14 +78,14 @@ def test_unary_and_streamed_answers_are_equal(client: openai.OpenAI, model: str)
 
 
 @pytest.mark.parametrize("model", ["vllm_words", "trtllm_words", "words_ensemble"])
-def test_max_tokens_limits_the_answer(client: openai.OpenAI, model: str) -> None:
+def test_max_tokens_limits_the_output(client: openai.OpenAI, model: str) -> None:
     (choice,) = complete(client, model, max_tokens=3).choices
     assert (choice.text, choice.finish_reason) == (" w0 w1 w2", "length")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("model", BY_TENSORS)
-def test_a_stop_string_is_not_shown(client: openai.OpenAI, model: str, stream: bool) -> None:
+def test_stop_strings_are_not_output(client: openai.OpenAI, model: str, stream: bool) -> None:
     answer = complete(client, model, max_tokens=99, stop=["w3", "w5"], stream=stream)
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == " w0 w1 w2 "
@@ -155,7 +155,7 @@ def test_tensorrtllm_convention_inputs(client: openai.OpenAI, model: str) -> Non
         ("scripted_bls", {"frequency_penalty": 1}, "frequency_penalty"),
     ],
 )
-def test_parameters_without_an_input_are_refused(
+def test_parameters_without_an_input_are_rejected(
     client: openai.OpenAI, model: str, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=r"no input for it|would need the inputs") as refusal:
@@ -211,7 +211,7 @@ def test_token_prompts_become_text(client: openai.OpenAI) -> None:
 
 
 def test_chats(client: openai.OpenAI) -> None:
-    """By the template of the tokenizer that the model, or one that it calls, has; without one they are refused."""
+    """The template is that of the model's tokenizer or of a model that it calls; without one chats are rejected."""
     messages = [{"role": "user", "content": "hi"}]
     for model in ("vllm_words", "scripted_bls"):
         answer = client.chat.completions.create(model=model, messages=messages)
@@ -274,7 +274,7 @@ def test_options_for_models_without_a_tokenizer(tmp_path: Path) -> None:
         assert answer.choices[0].message.content == "user: hi\nassistant:"
         assert answer.usage.prompt_tokens == answer.usage.completion_tokens > 0
         assert shown(client, "trtllm_words--7")["lora_task_id"] == [[7]]
-        # A model that knows no max_tokens is cut off there.
+        # A model without max_tokens is truncated there.
         (choice,) = complete(client, "echo", "one two three four", max_tokens=2).choices
         assert choice.finish_reason == "length"
         assert "one two three four".startswith(choice.text)

@@ -1,4 +1,4 @@
-"""Tokens of texts and chats, and the small routes that vLLM's clients ask."""
+"""Tokenization of texts and chats, and small routes that vLLM's clients use."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_chat_tokens_equal_prompt_tokens(post, server):
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
     ],
 )
-def test_bad_input(server, path, body, status, param):
+def test_invalid_input(server, path, body, status, param):
     got, answer = server.post(path, body, "openai")
     assert (got, answer["error"]["param"]) == (status, param)
 
 
-def test_unknown_token_ids_are_refused(server):
+def test_unknown_token_ids_are_rejected(server):
     assert server.post("/detokenize", {"tokens": [2**31 - 1]}, "openai") == (200, {"prompt": ""})
 
 

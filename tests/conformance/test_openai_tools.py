@@ -1,4 +1,4 @@
-"""Tools to the end with the real client: the model calls, the function answers, the model tells; and its helpers."""
+"""Tool calls with the `openai` client: the model calls, the function returns, the model answers; and helpers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def get_weather(city: str) -> str:
 
 
 def loop(ask) -> tuple[list[str], str]:
-    """The functions that were called, and the answer."""
+    """Return the functions that were called, and the final text."""
     messages, called = [QUESTION], []
     for _ in range(3):
         message, reason = ask(messages)
@@ -87,7 +87,7 @@ def test_tool_loop(api, first):
 
 
 def test_streamed_tool_loop(api):
-    """By the client's own accumulator of chunks, whose events tell of arguments while they come."""
+    """With the client's accumulator of chunks, whose events report partial arguments."""
     fragments = []
 
     def ask(messages):
@@ -107,7 +107,7 @@ def test_streamed_tool_loop(api):
 
 
 def _plain(messages):
-    """Messages without what the client's helpers add to calls."""
+    """Return messages without the fields that the client's helpers add to calls."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             call["function"].pop("parsed_arguments", None)
@@ -115,7 +115,7 @@ def _plain(messages):
     return messages
 
 
-# -- the client's helpers for structure ------------------------------------------------------------------------------
+# -- structured output helpers of the client ------------------------------------------------------------------------
 
 
 class Trip(BaseModel):
@@ -166,7 +166,7 @@ def test_stream_into_a_pydantic_model(api):
 
 
 def test_strict_functions(api):
-    """With `auto` the model calls if it likes, but a call fits its strict schema."""
+    """With `auto` a call is optional, but it matches its strict schema."""
     strict = json.loads(json.dumps(WEATHER))
     strict["function"] |= {"strict": True}
     strict["function"]["parameters"]["additionalProperties"] = False
@@ -174,7 +174,7 @@ def test_strict_functions(api):
     reply = api.chat.completions.create(model=MODEL, messages=[QUESTION], tools=[strict], temperature=0)
     (call,) = reply.choices[0].message.tool_calls
     city = json.loads(call.function.arguments)["city"]
-    assert city in ("Oslo", "Rome")  # not Paris, which it wanted to say
+    assert city in ("Oslo", "Rome")  # not Paris, which the model would generate
 
 
 def test_allowed_tools(api):
@@ -199,7 +199,7 @@ def test_allowed_tools(api):
 
 
 def test_response_format_with_tools(api):
-    """`response_format` beside tools: the model calls, or answers in the form."""
+    """With `response_format` and tools, the model calls a tool or answers in the format."""
     fields = {"model": MODEL, "messages": [QUESTION], "response_format": Trip, "temperature": 0}
     reply = api.chat.completions.parse(**fields, tools=[openai.pydantic_function_tool(PlanTrip)])
     message = reply.choices[0].message

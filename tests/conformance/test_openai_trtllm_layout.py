@@ -1,4 +1,4 @@
-"""TensorRT-LLM's layout by OpenAI's API: the ensemble, the business logic, and the model alone, by the real client."""
+"""TensorRT-LLM's layout with the OpenAI API: the ensemble, the BLS model, and the engine model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_guided_decoding(client: openai.OpenAI, model: str) -> None:
 
 @pytest.mark.parametrize("model", CHAINS)
 def test_log_probabilities(client: openai.OpenAI, model: str) -> None:
-    """They are those of the model itself; which tokens they belong to is found in the text."""
+    """They equal those of the engine; their tokens are found by aligning the text."""
     expected = complete(client, "tensorrt_llm", logprobs=0).choices[0].logprobs
     for stream in (False, True):
         answer = complete(client, model, logprobs=0, stream=stream)
@@ -188,7 +188,7 @@ async def test_many_concurrent_requests(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("option", ["--no-decoupled", "--accumulate-tokens"])
 def test_unsupported_parameters(tmp_path: Path, option: str) -> None:
-    """Models that answer once, and business logic whose responses tell all of the text each time."""
+    """Models with a single response, and BLS models whose responses contain the whole text each time."""
     with ServerProcess(f"--model-repository={init(tmp_path, option)}", timeout=90) as server:
         assert server.ports, server.output
         client = openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)

@@ -1,4 +1,4 @@
-"""The OpenAPI document against the server: schemathesis makes requests of it, and checks the answers against it."""
+"""The OpenAPI document: schemathesis generates requests from it and validates the responses."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def served(tmp_path_factory):
 
 
 def meet(case: Any, served: ServerProcess) -> None:
-    """Send the case, about models and responses that there are more often than not, and without what takes long."""
+    """Send the case, mostly with existing models and responses, and without long-running requests."""
     body = case.body
     for name, known in {"model": "neso-pilot", "response_id": kept_response(served)}.items():
         if name in (case.path_parameters or {}) and len(str(case.path_parameters[name])) % 3:
@@ -112,7 +112,7 @@ def send(case: Any, served: ServerProcess) -> Any:
 
 
 def kept_response(served: ServerProcess) -> str:
-    """The id of a response that can be asked for, made in the background."""
+    """Return the id of a stored response, created in the background."""
     global kept
     if not kept or served.get(f"/v1/responses/{kept}", "openai")[0] == 404:
         body = {

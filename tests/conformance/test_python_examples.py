@@ -1,4 +1,4 @@
-"""Models as Triton's Python backend has them in its examples: served as they are, in threads and in processes."""
+"""Models of Triton's Python backend examples, served unchanged in threads and in processes."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_custom_metrics_are_exported(client, server):
 
 
 def stream(server: ServerProcess, model: str, requests: list[list]) -> dict[str, list]:
-    """The results of a stream by request id, until each has its final response."""
+    """Return the results of a stream by request id, until each has its final response."""
     results: queue.Queue = queue.Queue()
     answers: dict[str, list] = {str(i): [] for i in range(len(requests))}
     with grpc_client.InferenceServerClient(server.address("grpc")) as client:
@@ -169,7 +169,7 @@ def test_square(server):
 
 def test_instance_groups(client):
     places: set[str] = set()
-    for _ in range(10):  # requests that come slowly may all go to one
+    for _ in range(10):  # slow requests may all go to the same instance
         calls = [client.async_infer("instance_kind", []) for _ in range(6)]
         places |= {call.get_result().as_numpy("PLACE")[0].decode() for call in calls}
         if len(places) == 3:
@@ -179,7 +179,7 @@ def test_instance_groups(client):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("side", [2, 700])  # inside of a message, and in shared memory
+@pytest.mark.parametrize("side", [2, 700])  # in a message, and in shared memory
 def test_preprocessing(client, side):
     rng = np.random.default_rng(side)
     calls = []

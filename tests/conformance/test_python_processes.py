@@ -1,4 +1,4 @@
-"""Processes of Python models under a real server: crashes under load, a server that is killed, environments."""
+"""Python model processes in a real server: crashes under load, a killed server, environments."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def infer(client: http_client.InferenceServerClient, model: str, array: np.ndarr
 
 
 def assert_memory_is_anonymous(server: psutil.Process) -> None:
-    """What has no name in /dev/shm cannot be left there, whoever is killed."""
+    """Check that no memory has a name in /dev/shm, where a killed process would leave it."""
     maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in (server, *server.children())]
     assert "memfd:neso_python_backend" in maps[0]
     assert not any("/dev/shm/" in text for text in maps)
 
 
 class Load(threading.Thread):
-    """One client that asks a model again and again; counts how it fared, and checks each answer."""
+    """A client that sends requests repeatedly, counts the results and checks each response."""
 
     def __init__(self, server: ServerProcess, model: str, size: int) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class TritonPythonModel:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with numpy and a module of its own, and nothing else of the server's."""
+    """A virtual environment with numpy and one module, without the server's packages."""
     folder = tmp_path_factory.mktemp("environments") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = (folder / "lib").glob("python*/site-packages")
@@ -196,7 +196,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_model_in_its_own_environment(tmp_path, environment, packed):
+def test_model_in_a_separate_environment(tmp_path, environment, packed):
     folder = tmp_path / "models" / "who"
     (folder / "1").mkdir(parents=True)
     if packed:

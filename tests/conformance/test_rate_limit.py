@@ -1,4 +1,4 @@
-"""Models that share a resource, in a real server: which of them execute at the same time, and how often."""
+"""Models that share a resource in a real server: concurrent executions and their frequency."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_concurrent_executions_are_limited_by_resources(tmp_path: Path, amount: 
     arguments = ("--rate-limit=execution_count", f"--rate-limit-resource=R:{amount}")
     with ServerProcess("--model-repository", tmp_path, *arguments) as server, ThreadPoolExecutor(8) as pool:
         seen = 0
-        for _ in range(20):  # requests that come slowly do not overlap
+        for _ in range(20):  # slow requests do not overlap
             spans = list(pool.map(lambda number: ask(server, ("first", "second")[number % 2]), range(24)))
             overlaps = [sum(start < moment < end for start, end in spans) for moment, _ in spans]
             seen = max(seen, max(overlaps) + 1)

@@ -41,13 +41,13 @@ def served(tmp_path_factory):
     (folder / "paced" / "1").mkdir(parents=True)
     (folder / "paced" / "config.pbtxt").write_text(CONFIG)
     (folder / "paced" / "1" / "model.py").write_text(MODEL)
-    slow = slow_environment(tmp_path_factory.mktemp("slow"))  # what is cancelled is still at work
+    slow = slow_environment(tmp_path_factory.mktemp("slow"))  # so that a cancelled request is still running
     with ServerProcess("neso-pilot", f"--model-repository={folder}", environment=slow) as server:
         yield server
 
 
 def counts(stats, place: int) -> dict[str, int]:
-    """What was counted at a place, without the zeros."""
+    """Return the nonzero counts at an index."""
     return {name: each["count"] for name, each in stats[str(place)].items() if each["count"]}
 
 

@@ -1,4 +1,4 @@
-"""Restricted groups: refused without the header, served with it, the others as ever."""
+"""Restricted groups: rejected without the header, served with it; other groups are unchanged."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_streams(rpc):
 
     def answer(headers: dict[str, str] | None) -> Any:
         rpc.start_stream(lambda result, error: answers.put(error or result), headers=headers)
-        with suppress(InferenceServerException):  # a stream that was refused at once
+        with suppress(InferenceServerException):  # a stream that was rejected immediately
             rpc.async_stream_infer("parameters", inputs(grpc_client))
         found = answers.get(timeout=60)
         rpc.stop_stream()
@@ -170,7 +170,7 @@ def test_restricted_health():
         ("--http-restricted-api=health,health:a=b", "can not be specified more than once"),
     ],
 )
-def test_bad_settings(setting, message):
+def test_invalid_settings(setting, message):
     with ServerProcess(setting) as server:
         assert server.process.wait(60) == 2
         wait_until(lambda: message in server.output)

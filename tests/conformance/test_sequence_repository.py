@@ -1,4 +1,4 @@
-"""A repository of stateful models, asked as Triton's examples ask theirs: many sequences at once."""
+"""A repository of stateful models, used as in Triton's examples: many concurrent sequences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensor(module: Any, name: str, value: int) -> list[Any]:
 
 
 class Stream:
-    """One gRPC stream, whose answers are kept by the ids of their requests."""
+    """A gRPC stream that collects responses by request id."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.client = grpc_client.InferenceServerClient(server.address("grpc"))
@@ -100,7 +100,7 @@ def test_sequences_of_several_clients_over_http(sequences: ServerProcess, model:
                     sequence_end=position == len(VALUES) - 1,
                 )
                 sums.append(result.as_numpy("OUTPUT").item())
-                time.sleep(0.002 * (factor % 3))  # so that slots are empty at times
+                time.sleep(0.002 * (factor % 3))  # so that slots are sometimes empty
         return sums
 
     with ThreadPoolExecutor(6) as pool:

@@ -1,4 +1,4 @@
-"""Sequences with `tritonclient`: two of them interleaved in one gRPC stream, and over HTTP."""
+"""Sequences with `tritonclient`: two interleaved on one gRPC stream, and over HTTP."""
 
 from __future__ import annotations
 

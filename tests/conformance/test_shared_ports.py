@@ -1,4 +1,4 @@
-"""Ports that several servers share, and connections of a limited age."""
+"""Ports that several servers share, and the maximum age of connections."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_two_servers_share_a_port(protocol):
 
 
 def names(server: ServerProcess, protocol: str) -> set[str]:
-    """Who answers, on a fresh connection each time."""
+    """Return which servers respond, with a new connection each time."""
     found = set()
     for _ in range(60):
         if protocol == "http":
             found.add(json.loads(server.get("/v2")[1])["name"])
         else:
-            # Channels of one process share their connections unless they are told not to.
+            # Channels of one process share connections by default.
             arguments = [("grpc.use_local_subchannel_pool", 1)]
             with grpc_client.InferenceServerClient(server.address("grpc"), channel_args=arguments) as client:
                 found.add(client.get_server_metadata().name)
@@ -52,6 +52,4 @@ def test_connections_close_at_their_maximum_age():
             while grpc.ChannelConnectivity.IDLE not in states[1:] and time.monotonic() < deadline:
                 assert check(b"", timeout=60, wait_for_ready=True) == b"\x08\x01"
                 time.sleep(0.1)
-        assert grpc.ChannelConnectivity.IDLE in states[1:], (
-            states
-        )  # closed, and opened again by the next call
+        assert grpc.ChannelConnectivity.IDLE in states[1:], states  # closed, and reopened by the next call

@@ -1,4 +1,4 @@
-"""A short soak: bench/soak.py for some seconds, and what it would say of a server that leaks."""
+"""A short soak test: bench/soak.py for some seconds, and its report for a leaking server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_soak_loses_and_leaks_nothing():
 
 
 def readings(**growth: float) -> list[Holdings]:
-    """Of a minute; what is named grows by so much a second."""
+    """Readings of one minute; the named values grow by the given amount per second."""
     base = {"rss": 200, "fds": 50, "threads": 30, "processes": 2, "shm": 1}
     return [
         Holdings(

@@ -1,4 +1,4 @@
-"""How the server comes up: quickly, and with the reason when it cannot."""
+"""Server start: fast, and with a reason if it fails."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def write_model(repository: Path, name: str, config: str, **files: str) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    """A copy of the shipped model, to be spoilt."""
+    """A copy of the bundled model, to be corrupted."""
     return Path(shutil.copytree(PILOT, tmp_path / "copy"))
 
 
-def test_repository_with_good_and_broken_models(tmp_path):
+def test_repository_with_valid_and_invalid_models(tmp_path):
     write_model(tmp_path, "add_one", CONFIG, model__py=ADD_ONE)
     write_model(tmp_path, "broken", 'backend: "python"\ninput [{ name: }]')
     write_model(tmp_path, "strange", 'backend: "warp"')
@@ -120,7 +120,7 @@ def _architecture(directory: Path) -> None:
     ],
     ids=["truncated", "scrambled", "architecture", "bad-config", "no-config", "tokenizer"],
 )
-def test_corrupt_checkpoint_is_reported(checkpoint, spoil, reason):
+def test_corrupted_checkpoint_is_reported(checkpoint, spoil, reason):
     spoil(checkpoint)
     with ServerProcess(checkpoint) as server:
         assert server.process.wait(60) == 1
@@ -147,7 +147,7 @@ def test_port_in_use(protocol):
             assert "Traceback" not in server.output
 
 
-def test_bad_option():
+def test_invalid_option():
     with ServerProcess("--backend-config=nonsense") as server:
         assert server.process.wait(60) == 2
         assert "BACKEND,KEY=VALUE" in server.output

@@ -1,4 +1,4 @@
-"""ONNX and PyTorch models on a real server, asked by Triton's clients."""
+"""ONNX and PyTorch models on a real server, with Triton's clients."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def served(tmp_path_factory):
 
 @pytest.fixture(params=["http", "grpc"])
 def client(request, served):
-    """The client's module, and one connected."""
+    """The client module and a connected client."""
     module = CLIENTS[request.param]
     options = {"concurrency": 32} if request.param == "http" else {}
     with module.InferenceServerClient(served.address(request.param), **options) as connected:
@@ -108,7 +108,7 @@ def client(request, served):
 
 
 def infer(client, model, outputs, **arrays):
-    """Outputs by name."""
+    """Return outputs by name."""
     module, connected = client
     kinds = {"float32": "FP32", "float16": "FP16", "object": "BYTES"}
     inputs = []
@@ -208,7 +208,7 @@ def test_requests_are_batched(client, served, model, name, output):
 
 
 def test_sequences(served):
-    """Many at the same time, each with its running sum."""
+    """Many concurrent sequences, each with its running sum."""
 
     def sequence(number: int) -> list[float]:
         sums = []

@@ -1,4 +1,4 @@
-"""The backend `tensorrtllm` as its clients use it: tritonclient, token ids, the configuration of the template."""
+"""The backend `tensorrtllm` with tritonclient: token ids, and the configuration of the template."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def server(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slow_server(checkpoint, tmp_path_factory):
-    """Its engine takes 50 ms a step: what is stopped is still at work."""
+    """Steps take 50 ms, so that a stopped request is still running."""
     root = tmp_path_factory.mktemp("repository")
     write_model(root, checkpoint)
     slow = slow_environment(tmp_path_factory.mktemp("slow"))
@@ -100,7 +100,7 @@ def test_stream_of_new_tokens(stream, expected):
     assert set(responses[0]) == {"output_ids", "sequence_length"}
 
 
-def test_unary_answer_starts_with_the_prompt(stream, expected):
+def test_unary_response_starts_with_the_prompt(stream, expected):
     (response,) = stream.ask(prompt_inputs(PROMPT, LENGTH))
     assert response["output_ids"].tolist() == [[PROMPT + expected]]
     assert response["sequence_length"].tolist() == [[len(PROMPT) + LENGTH]]
@@ -143,7 +143,7 @@ def test_end_token_ends_and_is_not_returned(stream, expected):
 
 
 def test_without_end_id_only_the_length_stops(stream, llm):
-    """Also the model's own end token does not."""
+    """The model's end token does not stop either."""
     bias = np.zeros((1, VOCAB_SIZE), np.float32)
     bias[0, EOS] = 1e4
     (response,) = stream.ask(prompt_inputs(PROMPT, 5, embedding_bias=bias, exclude_input_in_output=TRUE))
@@ -257,7 +257,7 @@ def slow_stream(slow_server):
         yield found
 
 
-def test_stop_ends_the_request_with_that_id(slow_stream):
+def test_stop_ends_the_request_with_the_same_id(slow_stream):
     stream = slow_stream
     stream.send(prompt_inputs(PROMPT, 480, streaming=TRUE), "long")
     stream.send(prompt_inputs(PROMPT, 480), "whole")
@@ -308,7 +308,7 @@ def test_cancelled_stream_frees_the_engine(slow_server):
         ({"lora_weights": np.zeros((1, 1, 4), np.float16)}, "lora_weights: needs lora_task_id"),
     ],
 )
-def test_invalid_inputs_are_refused_by_name(stream, change, message):
+def test_errors_name_invalid_inputs(stream, change, message):
     with pytest.raises(InferenceServerException, match=message):
         stream.ask(prompt_inputs(PROMPT, 4) | change)
     assert len(stream.ask(prompt_inputs(PROMPT, 4))) == 1
@@ -387,7 +387,7 @@ def test_statistics_count_requests(server, stream):
 
 
 def test_forty_concurrent_clients(server, llm):
-    """Batched in flight: each has the tokens that it has alone."""
+    """With in-flight batching each client gets the tokens of a single request."""
     prompts = [[(7 * i + j) % 300 + 6 for j in range(4 + i % 9)] for i in range(40)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     alone = [r.outputs[0].token_ids for r in llm.generate(prompts, params, progress=False)]

@@ -1,4 +1,4 @@
-"""The backend of docs/guides/backends.md, installed as a package of its own and served."""
+"""The backend of docs/guides/backends.md, installed as a separate package and served."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENTRY_POINT = re.compile(r'^\[project\.entry-points\."(.+)"\]\n(\w+) = "(.+)"$',
 
 
 def install(folder: Path) -> None:
-    """The package of the page into a folder, as an installer does it."""
+    """Install the package of the page into a folder."""
     for name, text in FILE.findall(PAGE.read_text()):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def install(folder: Path) -> None:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Installed, with a model."""
+    """The installed package, and a model."""
     install(tmp_path)
     (tmp_path / "models" / "scaled" / "1").mkdir()
     np.save(tmp_path / "models" / "scaled" / "1" / "factor.npy", np.float32(3))
@@ -53,7 +53,7 @@ def test_documentation_example(package):
 
 
 def test_settings_and_errors(package):
-    """`--backend-config` reaches it; a package that cannot be imported makes its models unavailable."""
+    """`--backend-config` is passed to it; if the package cannot be imported, its models are unavailable."""
     config = package / "models" / "scaled" / "config.pbtxt"
     config.write_text(config.read_text().split("parameters")[0])
     arguments = (f"--model-repository={package / 'models'}", "--backend-config=scale,offset=10")

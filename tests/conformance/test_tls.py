@@ -1,4 +1,4 @@
-"""TLS and mutual TLS over HTTP, gRPC and OpenAI's port, with the real clients."""
+"""TLS and mutual TLS over HTTP, gRPC and the OpenAI port, with real clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tritonclient.utils import InferenceServerException
 
 @dataclass(frozen=True)
 class Files:
-    """PEM files: of the server, of a client, and the authorities that signed them."""
+    """PEM files of the server, a client, and their certificate authorities."""
 
     folder: Path
 
@@ -74,7 +74,7 @@ def one_sided(files: Files, repository: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def mutual(files: Files, repository: Path) -> Iterator[ServerProcess]:
-    """Clients must have one too."""
+    """Clients need a certificate too."""
     options = [
         *tls_options(files),
         f"--http-root-cert={files.client_ca}",
@@ -116,7 +116,7 @@ def inputs(module: Any) -> list[Any]:
 
 @pytest.fixture(params=["one_sided", "mutual"])
 def served(request: pytest.FixtureRequest) -> tuple[ServerProcess, bool]:
-    """A server, and whether clients show a certificate."""
+    """A server, and whether clients present a certificate."""
     return request.getfixturevalue(request.param), request.param == "mutual"
 
 
@@ -159,7 +159,7 @@ async def test_grpc_aio(served, files):
 
 
 def test_large_bodies(one_sided, files):
-    """More than one record, and more than the write buffer, both ways."""
+    """More than one TLS record and more than the write buffer, in both directions."""
     text = b"x" * (5 << 20)
     body = json.dumps(
         {
@@ -214,7 +214,7 @@ def test_versions_and_alpn(one_sided, files):
         assert connection.version() == "TLSv1.3"
 
 
-def test_clients_without_a_certificate_are_refused(mutual, files):
+def test_clients_without_a_certificate_are_rejected(mutual, files):
     connection = http.client.HTTPSConnection(
         mutual.address("http"), context=context_of(files, certificate=False), timeout=10
     )
@@ -229,7 +229,7 @@ def test_clients_without_a_certificate_are_refused(mutual, files):
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
 
 
-def test_plain_text_is_refused_without_affecting_others(one_sided, files):
+def test_plain_text_is_rejected_without_affecting_others(one_sided, files):
     host, port = one_sided.address("http").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as raw:
         raw.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -270,7 +270,7 @@ def test_incomplete_handshakes_do_not_delay_shutdown(files):
         ),
     ],
 )
-def test_bad_options(files, options, message):
+def test_invalid_options(files, options, message):
     options = [o.replace("CERT", files.server_cert).replace("KEY", files.server_key) for o in options]
     with ServerProcess(*options) as server:
         assert server.process.wait(60) == 2

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's layout as `neso repo init` writes it, served and asked by the real clients."""
+"""TensorRT-LLM's layout as written by `neso repo init`, with real clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def slow_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Its engine takes 50 ms a step: longer for what a client leaves than the test has patience."""
+    """Steps take 50 ms: an abandoned request runs longer than the test waits."""
     repository = init(tmp_path_factory.mktemp("trtllm"))
     slow = slow_environment(tmp_path_factory.mktemp("slow"))
     with ServerProcess(f"--model-repository={repository}", environment=slow) as server:
@@ -48,7 +48,7 @@ def address(served: ServerProcess) -> str:
 
 @pytest.mark.parametrize("model", CHAINS)
 def test_generate(served, model):
-    """As the guide of TensorRT-LLM's backend asks with curl, and the keys that it shows."""
+    """With curl as in the guide of TensorRT-LLM's backend, and the keys that it shows."""
     body = {"text_input": PROMPT, "max_tokens": 12, "bad_words": "", "stop_words": ""}
     status, answer = served.post(f"/v2/models/{model}/generate", body)
     assert status == 200
@@ -176,7 +176,7 @@ def running(served: ServerProcess) -> float:
 
 
 @pytest.mark.parametrize("model", CHAINS)
-def test_refusals(address, model):
+def test_rejected_requests(address, model):
     for wrong, word in (
         ({"max_tokens": 0}, "request_output_len"),
         ({"beam_width": 9}, "beam_width"),
@@ -208,7 +208,7 @@ def test_mismatched_sequences_and_lengths(served):
     assert status == 400 and "SEQUENCE_LENGTH: has 2 values" in answer["error"]
 
 
-def test_older_names(served, address):
+def test_legacy_names(served, address):
     values = {"random_seed": 7, "top_k": 40, "temperature": 2.0}
     texts = {text(ask(address, "ensemble", text_input=PROMPT, max_tokens=8, **values)) for _ in range(3)}
     assert len(texts) == 1
@@ -241,7 +241,7 @@ def rows(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def plain(rows, tmp_path_factory) -> Iterator[grpc_client.InferenceServerClient]:
-    """Such models, which leave the prompt out."""
+    """Non-decoupled models that exclude the prompt from the output."""
     options = ("--no-decoupled", f"--max-batch-size={rows}", "--exclude-input-in-output")
     repository = init(tmp_path_factory.mktemp("plain"), *options)
     with ServerProcess(f"--model-repository={repository}") as server:
@@ -282,9 +282,11 @@ def test_accumulated_tokens(tmp_path):
     assert np.all(np.diff([len(part) for part in texts]) > 0)
 
 
-def test_repository_in_the_older_layout(tmp_path):
-    """Filled in as its guide says, with tokenizers of transformers: an output of preprocessing that never comes, log
-    probabilities that go through postprocessing."""
+def test_repository_in_the_legacy_layout(tmp_path):
+    """Configured as in its guide, with transformers tokenizers.
+
+    Preprocessing never sends one of its outputs, and log probabilities pass through postprocessing.
+    """
     pytest.importorskip("transformers")
     shutil.copytree(Path(__file__).parent / "repositories" / "older_trtllm", tmp_path / "models")
     for path in (tmp_path / "models").glob("*/config.pbtxt"):
@@ -304,7 +306,7 @@ def test_repository_in_the_older_layout(tmp_path):
             "stream": True,
         }
         assert text(ask(server.address("grpc"), "ensemble", **given)) == " TTFT is the time"
-        # A chain of ours around postprocessing of others.
+        # Neso's ensemble with another postprocessing model.
         init(tmp_path / "ours")
         shutil.copytree(tmp_path / "ours" / "tensorrt_llm_bls", tmp_path / "models" / "tensorrt_llm_bls")
     with ServerProcess(f"--model-repository={tmp_path}/models") as server:
@@ -332,7 +334,7 @@ class TritonPythonModel:
 
 
 def test_undecodable_output_fails_only_its_request(tmp_path):
-    """Though what several requests have to decode goes to postprocessing together."""
+    """Postprocessing decodes several requests together."""
     init(tmp_path)
     (tmp_path / "postprocessing" / "1" / "model.py").write_text(PICKY)
     with ServerProcess(f"--model-repository={tmp_path}") as server:
@@ -353,7 +355,7 @@ def test_undecodable_output_fails_only_its_request(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_many_streams_half_of_which_disconnect(tmp_path, mode):
+def test_many_streams_with_disconnects(tmp_path, mode):
     init(tmp_path, "--parameter=max_num_seqs=8")
     setting = f"--backend-config=python,execution-mode={mode}"
     with ServerProcess(f"--model-repository={tmp_path}", setting, timeout=90) as server:

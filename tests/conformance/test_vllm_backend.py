@@ -1,4 +1,4 @@
-"""The backend `vllm` with real vLLM (its CPU build) in a real server, by the real clients."""
+"""The backend `vllm` with vLLM (CPU build) in a server process, with real clients."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PILOT = SHIPPED_MODELS["neso-pilot"]
 MODEL, EMBEDDER = "vllm_model", "vllm_embed"
 QUESTION = "What is in-flight batching?"
-# Of one pixel.
+# One pixel.
 IMAGE = "R0lGODdhAQABAIAAAP8AAAAAACwAAAAAAQABAAACAkQBADs="
 ENGINE = {"model": "neso-pilot", "dtype": "float32", "enforce_eager": True, "max_model_len": 512}
-# As in Triton's samples, with arguments that vLLM has no more among them.
+# As in Triton's samples, including arguments that vLLM has removed.
 CONFIG = """
 backend: "vllm"
 
@@ -68,7 +68,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path, adapter: Path) -> Iterator[ServerProcess]:
-    """Two engines: one generates, with an adapter; the other gives vectors."""
+    """Two engines: one generates, with an adapter; the other computes embeddings."""
     require_vllm()
     generates = {
         **ENGINE,
@@ -78,7 +78,7 @@ def server(repository: Path, adapter: Path) -> Iterator[ServerProcess]:
         "max_lora_rank": 8,
         "generation_config": "defaults",
         "override_generation_config": {"max_new_tokens": 300},
-        # The model goes on with spaces where it may.
+        # The model generates spaces if allowed.
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
     for name, arguments in {MODEL: generates, EMBEDDER: {**ENGINE, "runner": "pooling"}}.items():
@@ -87,7 +87,7 @@ def server(repository: Path, adapter: Path) -> Iterator[ServerProcess]:
         (repository / name / "config.pbtxt").write_text(CONFIG)
         (version / "model.json").write_text(json.dumps(arguments))
     (repository / MODEL / "1" / "multi_lora.json").write_text(json.dumps({"doll": str(adapter)}))
-    defaults = json.loads((PILOT / "generation_config.json").read_text())  # its end tokens among them
+    defaults = json.loads((PILOT / "generation_config.json").read_text())  # including its end tokens
     (repository / MODEL / "1" / "defaults").mkdir()
     (repository / MODEL / "1" / "defaults" / "generation_config.json").write_text(
         json.dumps({**defaults, "temperature": 0.9})
@@ -116,7 +116,7 @@ def stream(server: ServerProcess, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tensors(prompt: str, module: Any = client, **others: Any) -> list[Any]:
-    """Inputs: strings become BYTES, dictionaries their JSON text, booleans BOOL."""
+    """Return inputs: strings become BYTES, dictionaries their JSON text, booleans BOOL."""
     made = []
     for name, value in {"text_input": prompt, **others}.items():
         if isinstance(value, dict):
@@ -132,7 +132,7 @@ def tensors(prompt: str, module: Any = client, **others: Any) -> list[Any]:
 
 
 def grpc_stream(server: ServerProcess, inputs: list[Any], model: str = MODEL, **options: Any) -> list[Any]:
-    """The responses of one request, the last is an error if there was one."""
+    """Return the responses of one request; the last is an error if there was one."""
     responses: queue.Queue[Any] = queue.Queue()
     with client.InferenceServerClient(server.address("grpc")) as triton:
         triton.start_stream(partial(lambda put, result, error: put(error or result), responses.put))
@@ -152,7 +152,7 @@ def strings(result: Any, name: str = "text_output") -> list[str]:
 
 
 def expected(llm: Any, prompt: str = QUESTION, **params: Any) -> str:
-    """What Neso's own engine answers: the same model, greedy, in float32."""
+    """Return the output of Neso's engine: the same model, greedy, in float32."""
     return str(llm.generate(prompt, SamplingParams(**{"temperature": 0, **params}), progress=False)[0].text)
 
 
@@ -178,7 +178,7 @@ def test_signature_equals_triton_backend(server):
 
 
 def test_first_request_of_the_guide(server, llm):
-    """The prompt stands before the answer unless it is excluded."""
+    """The output starts with the prompt unless it is excluded."""
     body = {"text_input": QUESTION, "parameters": {"stream": False, "temperature": 0}}
     answer = generate(server, body)
     assert answer == {
@@ -264,7 +264,7 @@ def test_structured_outputs(server, form, fits):
             "Error generating stream: structured_outputs: has no field 'jsn'",
         ),
         ({"image": ["!"]}, "Error generating stream: image: an image is not valid base64"),
-        # A whole one, which is for models that see: see test_vllm_images.py.
+        # Valid images need a vision model: see test_vllm_images.py.
         ({"image": [IMAGE]}, "Error generating stream: image: vLLM cannot put the images into the prompt: "),
         (
             {"stream": True, "exclude_input_in_output": False},
@@ -277,7 +277,7 @@ def test_structured_outputs(server, form, fits):
         ({"lora_name": "sheep"}, "LoRA sheep is not supported, we currently support ['doll']"),
     ],
 )
-def test_bad_requests(server, llm, body, message):
+def test_invalid_requests(server, llm, body, message):
     status, answer = server.post(f"/v2/models/{MODEL}/generate", {"text_input": QUESTION, **body})
     assert status == 400
     assert answer["error"].startswith(message)
@@ -380,7 +380,7 @@ def running(server: ServerProcess) -> float:
 
 
 def long_stream(server: ServerProcess) -> socket.socket:
-    """A connection over which a long answer has begun to come."""
+    """A connection on which a long response has started."""
     body = json.dumps({"text_input": QUESTION, "stream": True, **LONG}).encode()
     connection = socket.create_connection(("127.0.0.1", server.ports["http"]), 30)
     head = (
@@ -392,7 +392,7 @@ def long_stream(server: ServerProcess) -> socket.socket:
 
 
 def test_disconnect_aborts_in_the_engine(server):
-    """vLLM's own count of running requests is what is looked at, while another request keeps it fresh."""
+    """Checked with vLLM's count of running requests, which another request keeps up to date."""
     stays = long_stream(server)
     goes = long_stream(server)
     body = json.dumps({"text_input": QUESTION, **LONG})
@@ -410,7 +410,7 @@ def test_disconnect_aborts_in_the_engine(server):
 
 
 def idle(server: ServerProcess) -> bool:
-    """Whether the engines' processes do next to nothing for a while."""
+    """Return whether the engine processes use almost no CPU for a while."""
     processes = psutil.Process(server.process.pid).children(recursive=True)
     before = sum(process.cpu_times().user for process in processes)
     time.sleep(0.5)
@@ -460,7 +460,7 @@ def test_adapters(server, llm, adapter):
 
 
 def change_adapters(server: ServerProcess, what: str, **body: str) -> str:
-    """What vLLM's route says, as text."""
+    """Return the response text of vLLM's route."""
     command = [
         "curl",
         "-s",
@@ -491,12 +491,12 @@ def test_load_and_unload_adapters(server, adapter):
 
 
 def test_disabled_adapters(server):
-    """The model for vectors has none."""
+    """The embedding model has none."""
     answer = generate(server, {"text_input": "x", "lora_name": "doll"}, EMBEDDER)
     assert answer == {"error": "LoRA feature is not enabled."}
 
 
-# -- vectors ----------------------------------------------------------------------------------------------------
+# -- embeddings -------------------------------------------------------------------------------------------------
 
 
 def vector(server: ServerProcess, given: str | list[int]) -> list[float]:
@@ -556,8 +556,8 @@ def test_openai_chat(api, llm):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted.text
 
 
-def test_openai_defaults_of_sampling(server, api):
-    """Those of the folder that model.json names; tensors have none."""
+def test_openai_sampling_defaults(server, api):
+    """Defaults of the folder that model.json names; tensor requests have none."""
     answer = api.responses.create(model=MODEL, input=QUESTION, max_output_tokens=3)
     assert answer.temperature == 0.9
     answer = api.responses.create(model=MODEL, input=QUESTION, max_output_tokens=3, temperature=0.5)
@@ -630,7 +630,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "vllm-backend.md"
 
 
 def guide_examples() -> list[tuple[str, str]]:
-    """Language and code of what can be run against a server."""
+    """Return language and code of the examples that run against a server."""
     return [
         (block.language, block.text)
         for block in blocks(GUIDE.read_text())
@@ -649,7 +649,7 @@ def test_guide_examples(server, language, code):
     assert '"error"' not in result.stdout
 
 
-# -- the engine as a part of the server -------------------------------------------------------------------------
+# -- engine lifecycle -------------------------------------------------------------------------------------------
 
 
 def test_metrics(server):
@@ -708,7 +708,7 @@ def engine_processes(server: ServerProcess) -> set[psutil.Process]:
 
 
 def holds_memory(process: psutil.Process) -> bool:
-    """An engine, not a small helper of multiprocessing's."""
+    """Return whether the process is an engine, not a helper process of multiprocessing."""
     try:
         return process.memory_info().rss > 100e6
     except psutil.NoSuchProcess:
@@ -725,7 +725,7 @@ def test_unload_after_a_stream_releases_everything(server):
     assert not [
         name for name in server.metrics() if name.startswith(f'vllm:num_requests_running{{model="{MODEL}"')
     ]
-    assert len(vector(server, QUESTION)) == 256  # the other goes on
+    assert len(vector(server, QUESTION)) == 256  # the other one continues
 
 
 def test_dead_engine_is_not_ready_and_unloads(server):

@@ -1,4 +1,4 @@
-"""The endpoints that docs/guides/from-vllm-serve.md tells of are where it says."""
+"""The endpoints named in docs/guides/from-vllm-serve.md exist."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PORTS = {"8000": "http", "9000": "openai", "8002": "metrics"}
 
 
 def is_there(server, protocol: str, path: str) -> bool:
-    """Whether some method is answered there."""
+    """Return whether any method is allowed."""
     body = urllib.request.Request(server.url(path, protocol), b"{}")
     for request in (server.url(path, protocol), body):
         try:
             with urllib.request.urlopen(request, timeout=10):
                 return True
         except urllib.error.HTTPError as error:
-            if error.code not in (404, 413):  # the port of metrics takes no bodies
+            if error.code not in (404, 413):  # the metrics port accepts no bodies
                 return True
     return False
 

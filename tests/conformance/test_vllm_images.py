@@ -1,4 +1,4 @@
-"""The backend `vllm` with real vLLM and a model that sees: tokens are those of transformers, by every protocol."""
+"""The backend `vllm` with a vision model: tokens equal transformers for every protocol."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def openai_client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def oracle(directory: Path) -> Oracle:
-    """transformers' greedy tokens of a prompt, and how many tokens the prompt has with its images."""
+    """Return transformers' greedy tokens, and the number of prompt tokens including images."""
     processor = AutoProcessor.from_pretrained(directory)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     model = Idefics3ForConditionalGeneration.from_pretrained(directory, **options).eval()
@@ -96,7 +96,7 @@ def oracle(directory: Path) -> Oracle:
 
 
 def picture(name: str) -> Image.Image:
-    """Random colours, others for each name; not square, as it is cut into tiles."""
+    """Return random colours, different for each name; not square, so that it is tiled."""
     pixels = np.random.default_rng(ord(name)).integers(0, 256, (5, 6, 3), np.uint8)
     return Image.fromarray(pixels).resize((40, 30), Image.Resampling.BICUBIC)
 
@@ -108,7 +108,7 @@ def encoded(name: str) -> str:
 
 
 def generate(server: ServerProcess, prompt: str, images: Any, **params: Any) -> tuple[int, Any]:
-    """Triton's HTTP endpoint; `images` as the body has them."""
+    """Use Triton's HTTP endpoint; `images` as in the body."""
     body = {"text_input": prompt, "return_logprobs": True, "return_num_input_tokens": True}
     body |= {"parameters": {**GREEDY, **params}, "exclude_input_in_output": True}
     if images:
@@ -117,7 +117,7 @@ def generate(server: ServerProcess, prompt: str, images: Any, **params: Any) -> 
 
 
 def token_ids(logprobs: str) -> list[int]:
-    """The tokens, of the output `logprobs`: each position begins with the one that was chosen."""
+    """Return the token ids from the output `logprobs`, whose entries start with the chosen token."""
     return [int(next(iter(position))) for position in json.loads(logprobs)]
 
 
@@ -128,7 +128,7 @@ def strings_input(name: str, values: Sequence[str]) -> triton.InferInput:
 
 
 def inputs_of(prompt: str, images: Sequence[str], params: dict[str, Any]) -> list[triton.InferInput]:
-    """Of a stream that tells its tokens."""
+    """Return the inputs of a stream that outputs its tokens."""
     flags = []
     for name in ("stream", "return_logprobs"):
         flags.append(triton.InferInput(name, [1], "BOOL"))
@@ -145,7 +145,7 @@ def image_part(url: str) -> dict[str, Any]:
 
 
 def chat_of(*parts: str) -> list[dict[str, Any]]:
-    """A message: the names of pictures, which have one letter, and texts."""
+    """Return a message; parts of one letter are names of pictures, the others text."""
     content = [
         image_part(f"data:image/png;base64,{encoded(part)}")
         if len(part) == 1
@@ -167,8 +167,8 @@ def test_generate_equals_transformers(server, oracle, prompt, images):
     assert answer["num_input_tokens"] == length
 
 
-def test_answers_depend_on_the_images(oracle):
-    """Else the tests of tokens would say nothing."""
+def test_output_depends_on_the_images(oracle):
+    """Otherwise the token comparisons would prove nothing."""
     answers = {tuple(oracle(*prompt)[0]) for prompt in PROMPTS.values()}
     assert len(answers) == len(PROMPTS)
 
@@ -214,7 +214,7 @@ def test_chats(openai_client, oracle, parts):
     assert "".join(pieces) == reply.choices[0].message.content
 
 
-def test_an_answer_without_a_limit_fills_the_context(openai_client, oracle):
+def test_output_without_a_limit_fills_the_context(openai_client, oracle):
     _, length = oracle("<|user|><image>What?</s><|assistant|>", ["a"])
     reply = openai_client.chat.completions.create(
         model=MODEL, messages=chat_of("a", "What?"), temperature=0, extra_body={"ignore_eos": True}
@@ -222,7 +222,7 @@ def test_an_answer_without_a_limit_fills_the_context(openai_client, oracle):
     assert reply.usage.completion_tokens == CONTEXT - length
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_an_answer_without_a_limit_fills_the_context(openai_client, oracle):
         ("<image>", [encoded("a")] * 2, "vLLM cannot put the images into the prompt"),
     ],
 )
-def test_bad_images_in_tensors(server, prompt, images, why):
+def test_invalid_images_in_tensors(server, prompt, images, why):
     status, answer = generate(server, prompt, images)
     assert status == 400
     assert answer["error"].startswith(f"Error generating stream: image: {why}")
@@ -256,15 +256,15 @@ def test_bad_images_in_tensors(server, prompt, images, why):
         (chat_of("a", "b", "a"), "At most 2 image"),
     ],
 )
-def test_bad_images_in_chats(openai_client, messages, why):
+def test_invalid_images_in_chats(openai_client, messages, why):
     with pytest.raises(openai.BadRequestError, match=why) as caught:
         openai_client.chat.completions.create(model=MODEL, messages=messages)
     assert caught.value.param == "messages"
 
 
 def test_images_exceed_the_context_length(server, openai_client):
-    """It would fit without them: what counts are the tokens that they become."""
-    words = "x" * (CONTEXT - 20)  # a token each
+    """The text alone would fit; the image tokens count too."""
+    words = "x" * (CONTEXT - 20)  # one token each
     assert generate(server, words, [], max_tokens=1)[0] == 200
     status, answer = generate(server, f"<image>{words}", [encoded("a")])
     assert status == 400 and f"this model's context is {CONTEXT} tokens" in answer["error"]
@@ -273,11 +273,11 @@ def test_images_exceed_the_context_length(server, openai_client):
     assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
 
 
-# -- requests beside each other ---------------------------------------------------------------------------------
+# -- concurrent requests ----------------------------------------------------------------------------------------
 
 
 def test_disconnects_and_errors_do_not_affect_others(server, oracle):
-    """One that would go on for long is cancelled: vLLM's own count of tokens tells that it did not."""
+    """A long request is cancelled; vLLM's token count shows that it stopped."""
     prompt, images = PROMPTS["two"]
     most, longest = 100, CONTEXT - 100
     expected, _ = oracle(prompt, images, most)

@@ -1,4 +1,4 @@
-"""Clients of the model `tensorrt_llm`: tritonclient's, with token ids in and out."""
+"""Clients of the model `tensorrt_llm`: tritonclient with token ids in and out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def i32(*values: Any) -> npt.NDArray[np.int32]:
 
 
 def prompt_inputs(prompt: list[int], length: int, **further: npt.NDArray[Any]) -> Outputs:
-    """The required inputs of one row, and others."""
+    """Return the required inputs of one row, and others."""
     required = {
         "input_ids": i32(prompt),
         "input_lengths": i32([len(prompt)]),
@@ -31,7 +31,7 @@ def prompt_inputs(prompt: list[int], length: int, **further: npt.NDArray[Any]) -
 
 
 def tensors(values: Outputs, module: Any = grpc) -> list[Any]:
-    """Inputs of a client of that module."""
+    """Return inputs for a client of this module."""
     inputs = []
     for name, array in values.items():
         inputs.append(module.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
@@ -44,7 +44,7 @@ def outputs(result: Any) -> Outputs:
 
 
 class TokenStream:
-    """A gRPC stream; `receive` gives the responses of the requests sent on it, as they come."""
+    """A gRPC stream; `receive` returns responses in order of arrival."""
 
     def __init__(self, client: grpc.InferenceServerClient, model: str) -> None:
         self._client, self._model = client, model
@@ -57,7 +57,7 @@ class TokenStream:
         )
 
     def receive(self) -> tuple[str, Outputs, bool]:
-        """Id, outputs, and whether it is the final one. Raises `InferenceServerException`."""
+        """Return id, outputs, and the final flag. Raises `InferenceServerException`."""
         result, error = self._results.get(timeout=60)
         if error is not None:
             raise error
@@ -65,7 +65,7 @@ class TokenStream:
         return response.id, outputs(result), response.parameters["triton_final_response"].bool_param
 
     def ask(self, values: Outputs, id: str = "") -> list[Outputs]:
-        """All responses to one request."""
+        """Return all responses to one request."""
         self.send(values, id)
         responses = []
         while True:
@@ -83,6 +83,6 @@ def token_stream(address: str, model: str = "tensorrt_llm") -> Iterator[TokenStr
 
 
 def new_tokens(responses: list[Outputs], sequence: int = 0) -> list[int]:
-    """The tokens in the responses of a stream, of one sequence."""
+    """Return the tokens of one sequence in the responses of a stream."""
     mine = (r for r in responses if r.get("sequence_index", [[0]])[0][0] == sequence)
     return [token for response in mine for token in response["output_ids"][0, 0].tolist()]

@@ -1,4 +1,4 @@
-"""The Python environment with real vLLM (CPU build), which `./neso-test --all` installs."""
+"""The Python environment with vLLM (CPU build), which `./neso-test --all` installs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # Several servers share few cores.
+    # Several servers share the cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    # Compiling the kernels for log probabilities takes as long as all tests together.
+    # Compiling the kernels for log probabilities takes longer than the tests.
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONPATH": os.pathsep.join(
         filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 
 def require_vllm() -> None:
-    """Skip the test if real vLLM is not installed."""
+    """Skip the test if vLLM is not installed."""
     if not PYTHON.exists():
         pytest.skip(f"real vLLM is not installed ({PYTHON}): run ./neso-test --all")
     found = subprocess.run(

@@ -1,4 +1,4 @@
-"""A proxy that counts what a server sends: only the wire tells whether gRPC has compressed a message."""
+"""A proxy that counts the bytes that a server sends, to check gRPC compression on the wire."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 
 class WireCounter:
-    """Forwards connections on `port` of localhost to `target`; `received` is the bytes that came back from it."""
+    """Forwards connections on `port` of localhost to `target`; `received` is the number of bytes it returned."""
 
     def __init__(self, target: int) -> None:
         self.sent = 0
@@ -21,7 +21,7 @@ class WireCounter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes up accept()
         self._listener.close()
 
     def _accept(self) -> None:
@@ -32,7 +32,7 @@ class WireCounter:
                 return
             try:
                 server = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:  # it has ended, and a client does not know it yet
+            except OSError:  # it has ended, and the client has not noticed yet
                 client.close()
                 continue
             for source, sink, name in ((client, server, "sent"), (server, client, "received")):

@@ -73,7 +73,7 @@ class Answer:
         self.numbers.setdefault(name, []).append(np.asarray(values))
 
     def begins(self, whole: Answer) -> bool:
-        """Return whether this is a prefix of `expected`, as for an aborted request."""
+        """Return whether this is a prefix of `whole`, as for an aborted request."""
         return all(tokens == whole.tokens[i][: len(tokens)] for i, tokens in self.tokens.items())
 
     def assert_equal(self, other: Answer, name: str) -> None:

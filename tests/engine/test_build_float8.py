@@ -27,7 +27,7 @@ def test_rounding_error_is_at_most_half_a_step() -> None:
     weights = np.random.default_rng(0).standard_normal((5, 70)).astype(np.float32)
     weights[2] = 0
     rounded = round_to_float8(weights).dequantize()
-    # Three bits of mantissa; below 2 ** -6 * largest / 448, steps are uniform.
+    # Three bits of mantissa; subnormal values below 2 ** -6 * largest / 448 have uniform steps.
     step = np.maximum(np.abs(weights) * 2.0**-3, np.abs(weights).max(axis=1, keepdims=True) / 448 * 2.0**-9)
     assert (np.abs(rounded - weights) <= step / 2 + 1e-9).all()
 

@@ -52,7 +52,7 @@ def test_hidden_states_are_pooled(llama_checkpoint, hidden_states, runner, optio
     assert not llm.core.has_work
 
 
-def test_generation_beside_pooling(llama_checkpoint, hidden_states):
+def test_generation_and_pooling_in_one_engine(llama_checkpoint, hidden_states):
     llm = LLM(llama_checkpoint, runner="native", max_prefill_chunk=4)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     alone = llm.generate(PROMPTS[2], greedy, progress=False)[0].text

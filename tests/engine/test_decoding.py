@@ -217,7 +217,7 @@ def test_unsupported_parameters_are_rejected(llm, field, params):
 
 
 def test_end_tokens_outside_the_vocabulary_are_ignored(llama_checkpoint, tmp_path):
-    """Some configurations have such tokens; with `min_tokens` there would be no column to suppress."""
+    """Some configurations have such tokens; `min_tokens` has no column to suppress for them."""
     directory = tmp_path / "model"
     shutil.copytree(llama_checkpoint, directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, -1, 10**6]}))

@@ -183,7 +183,7 @@ def test_an_invalid_module_file_is_named(tmp_path, file):
         LLM(directory, runner="reference")
 
 
-def test_tensor_names_of_older_checkpoints(encoder_factory, tmp_path):
+def test_tensor_names_of_legacy_checkpoints(encoder_factory, tmp_path):
     directory = make_encoder(tmp_path, "bert")
     before = LLM(directory, runner="reference").embed(prompts(), RAW)
     path = directory / "model.safetensors"

@@ -82,12 +82,12 @@ def test_cpu_quota_of_cgroup_v1(tmp_path, quota, expected):
 
 
 @pytest.mark.parametrize("path", ["/", "/docker/1234", "/../other"])
-def test_a_container_whose_own_cgroup_is_mounted(tmp_path, path):
+def test_container_with_its_cgroup_mounted(tmp_path, path):
     write(tmp_path, {**v2(path, root="/docker/1234"), "sys/fs/cgroup/cpu.max": "200000 100000"})
     assert available_cores(tmp_path, range(8)) == 2
 
 
-def test_memory_without_cgroups_is_what_the_host_has_available(tmp_path):
+def test_memory_without_cgroups_is_the_available_host_memory(tmp_path):
     write(tmp_path, memory(available=700 * MiB))
     assert available_memory(tmp_path) == 700 * MiB
 

@@ -154,7 +154,7 @@ def test_unsupported_requests_are_rejected(llm, prompt, params, field):
         ({"logit_bias": {"-1": 2}}, "logit_bias"),
     ],
 )
-def test_bad_sampling_parameters_name_their_field(params, field):
+def test_invalid_sampling_parameters_name_their_field(params, field):
     with pytest.raises(InvalidParameter) as caught:
         SamplingParams.from_mapping(params)
     assert caught.value.field == field
@@ -171,7 +171,7 @@ def test_max_tokens_is_limited_to_the_context(llm):
 @pytest.mark.parametrize(
     "options", [{"max_model_len": 10_000}, {"num_blocks": 1}, {"kv_cache_memory": 10}, {"runner": "warp"}]
 )
-def test_bad_engine_options(llama_checkpoint, options):
+def test_invalid_engine_options(llama_checkpoint, options):
     with pytest.raises((EngineError, ValueError), match=next(iter(options)) + "|warp"):
         LLM(llama_checkpoint, **options)
 

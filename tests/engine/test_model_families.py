@@ -43,7 +43,7 @@ def test_tokens_equal_transformers(checkpoint_factory: Factory, arch: str) -> No
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("arch", ["gemma3_text", "phi3", "gpt2", "qwen2_moe"])
-def test_an_engine_directory_gives_the_tokens_of_its_checkpoint(
+def test_engine_directory_tokens_equal_the_checkpoint(
     checkpoint_factory: Factory, tmp_path: Path, arch: str, quantization: Any
 ) -> None:
     checkpoint = checkpoint_factory(arch, **FAMILIES[arch])

@@ -59,7 +59,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def slow(tmp_path):
-    """The folder of the model whose request ends when it has the file `go`."""
+    """The folder of a model whose request ends when the file `go` exists."""
     return tmp_path / "slow" / "1"
 
 
@@ -139,7 +139,7 @@ def test_server_stop_stops_frontends(protocol, server, slow):
     server.stop()
     client.join(60)
     assert answers == [[1, 2]]
-    for _ in range(3):  # a client that calls later is refused, and nothing breaks
+    for _ in range(3):  # later calls are rejected without side effects
         with pytest.raises((InferenceServerException, OSError)):
             ask(protocol, port)
     service.stop()

@@ -20,7 +20,7 @@ from neso.server.errors import InvalidArgument
 
 @pytest.fixture(scope="module")
 def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with cert.pem, key.pem, ca.pem, other.pem (another key), encrypted.pem and junk.pem."""
+    """A folder with cert.pem, key.pem, ca.pem, other.pem (a different key), encrypted.pem and junk.pem."""
     folder = tmp_path_factory.mktemp("pem")
     ca = trustme.CA()
     certificate, other = ca.issue_cert("localhost"), ca.issue_cert("localhost")

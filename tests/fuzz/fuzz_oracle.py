@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# Texts of Python exceptions, which are not meant for clients.
+# Texts of Python exceptions, which must not reach clients.
 PYTHON = re.compile(
     r"Traceback|File \"|\b(?:Key|Type|Value|Attribute|Index|Assertion|Overflow|Recursion|Unicode\w*|Memory|Runtime"
     r"|NotImplemented|ZeroDivision|StopIteration|Name|OS|Buffer|Lookup)Error\b|object has no attribute|NoneType"

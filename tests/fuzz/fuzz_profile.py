@@ -1,4 +1,4 @@
-"""How many examples each fuzz test tries.
+"""Number of examples per fuzz test.
 
 NESO_FUZZ_EXAMPLES sets the number: 40 by default, thousands for a long run.
 """

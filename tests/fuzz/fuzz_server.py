@@ -114,7 +114,7 @@ class Complaints(logging.Handler):
 
 
 class FuzzServer:
-    """A server whose models respond to every valid request."""
+    """A server with models that respond to every valid request."""
 
     def __init__(self, folder: Path) -> None:
         self.repository = RepositoryBuilder(folder / "models")

@@ -50,8 +50,8 @@ def exchange(
 ) -> list[Reply]:
     """Send the pieces, one write each, and read until the server closes or `expected` responses arrived.
 
-    `read=False`: hang up at once. A server that neither answers nor closes makes this raise `TimeoutError`, but where
-    `patience` (seconds) is set: then it may be waiting for more with good reason, and we hang up.
+    `read=False`: disconnect immediately. Raises `TimeoutError` if the server neither responds nor closes; with
+    `patience` (seconds) it may be waiting for more data, so the client disconnects instead.
     """
     reader = _Reader()
     with socket.create_connection(("127.0.0.1", port), timeout=patience or TIMEOUT) as connection:

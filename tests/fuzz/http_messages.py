@@ -63,11 +63,11 @@ class Message:
 
     @property
     def oddly_framed(self) -> bool:
-        """Whether the server may expect more bytes, or parse a number of requests other than one."""
+        """Return whether the server may expect more bytes, or parse a number of requests other than one."""
         return self.method == b"CONNECT" or any(name in FRAMING_NAMES for name, _ in self.headers)
 
     def encode(self) -> bytes:
-        """Bytes of the request. Framing headers are correct unless `headers` overrides them."""
+        """Return the bytes of the request. Framing headers are correct unless `headers` overrides them."""
         given = {name.lower() for name, _ in self.headers}
         headers = [] if b"host" in given else [(b"Host", b"fuzz")]
         body = self.body
@@ -94,7 +94,7 @@ def _chunked(body: bytes, sizes: list[int]) -> bytes:
 
 @st.composite
 def documents(draw: st.DrawFn) -> tuple[str, dict[str, Any], bytes]:
-    """A model, a valid infer request for it, and the binary data after the JSON."""
+    """Return a model, a valid infer request for it, and the binary data after the JSON."""
     model = draw(st.sampled_from(["echo", "batched", "pipeline", "sequence", "text"]))
     if model == "echo":
         names = draw(st.lists(st.sampled_from(list(TYPES)), min_size=1, max_size=3, unique=True))
@@ -158,7 +158,7 @@ def generate_messages(draw: st.DrawFn) -> Message:
 
 @st.composite
 def other_messages(draw: st.DrawFn) -> Message:
-    """Management routes and unknown paths; models of other tests are not unloaded."""
+    """Return management requests and unknown paths; models of other tests are not unloaded."""
     post = {
         b"/v2/repository/index": {"ready": True},
         b"/v2/repository/models/absent/load": {"parameters": {"config": "{}", "file:1/model.py": MODEL}},
@@ -179,7 +179,7 @@ def other_messages(draw: st.DrawFn) -> Message:
 
 @st.composite
 def messages(draw: st.DrawFn) -> Message:
-    """Any kind of request, possibly with other headers, compressed, chunked or corrupted."""
+    """Return any kind of request, possibly with other headers, compressed, chunked or corrupted."""
     message: Message = draw(
         st.one_of(infer_messages(), infer_messages(), generate_messages(), other_messages())
     )

@@ -34,7 +34,7 @@ VALUES = st.recursive(
 
 @st.composite
 def mutated(draw: st.DrawFn, document: Any, *, max_changes: int = 3) -> Any:
-    """`document` with up to `max_changes` random changes."""
+    """Return `document` with up to `max_changes` random changes."""
     document = copy.deepcopy(document)
     for _ in range(draw(st.integers(0, max_changes))):
         document = _change(draw, document)

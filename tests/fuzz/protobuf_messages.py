@@ -22,9 +22,9 @@ Overrides = Mapping[str, st.SearchStrategy[Any]]
 def filled(
     draw: st.DrawFn, make: Callable[[], Any], overrides: Overrides, *, max_fields: int = 6, depth: int = 4
 ) -> Any:
-    """`make()` with up to `max_fields` more fields set, in it and in each nested message.
+    """Return `make()` with up to `max_fields` more fields set, in it and in each nested message.
 
-    `overrides`: what the values of a field are drawn from, by its full name.
+    `overrides`: strategies of field values by full field name.
     """
     message = make()
     _fill(draw, message, overrides, max_fields, depth)

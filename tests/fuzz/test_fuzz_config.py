@@ -85,7 +85,7 @@ OVERRIDES = {
 
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
-    """A valid configuration with additional random fields."""
+    """Return a valid configuration with additional random fields."""
     template = draw(st.sampled_from(TEMPLATES))
     config = draw(filled(lambda: text_format.Parse(template, ModelConfig()), OVERRIDES, max_fields=3))
     if config.platform != "ensemble" and not config.backend and draw(st.integers(0, 9)):
@@ -120,7 +120,7 @@ async def load_and_ask(server: FuzzServer, config: str | None, files: dict[str, 
 
 
 async def within(work: Coroutine[Any, Any, Result], what: str) -> Result:
-    """Result of an operation that must not hang."""
+    """Return the result of an operation that must not hang."""
     task = asyncio.ensure_future(work)
     done, _ = await asyncio.wait([task], timeout=TIMEOUT)
     if not done:

@@ -43,7 +43,7 @@ NAMES = {
 
 
 def good_message(model: str) -> Any:
-    """A valid request."""
+    """Return a valid request."""
     name, datatype, shape, raw = {
         "echo": ("IN_FP32", "FP32", [2], bytes(8)),
         "batched": ("IN", "FP32", [1, 1, 2], bytes(8)),
@@ -63,7 +63,7 @@ def good_message(model: str) -> Any:
 
 @st.composite
 def infer_requests(draw: st.DrawFn) -> Any:
-    """A valid request with additional random fields, and possibly without some."""
+    """Return a valid request with additional random fields, and possibly without some."""
     model = draw(st.sampled_from(MODELS))
     message = draw(filled(lambda: good_message(model), NAMES, max_fields=2))
     # COUNT is the number of responses; a random one may take too long.
@@ -97,7 +97,7 @@ def check_status(code: grpc.StatusCode, details: str) -> None:
 
 
 def call(method: Any, message: Any) -> Any:
-    """The reply, None for an error meant for clients."""
+    """Return the reply, or None for an error with a client message."""
     try:
         return method(message, timeout=TIMEOUT)
     except grpc.RpcError as error:
@@ -106,7 +106,7 @@ def call(method: Any, message: Any) -> Any:
 
 
 def asks_for_many(message: Any) -> bool:
-    """Whether the decoupled model would send too many responses to wait for."""
+    """Return whether the decoupled model would send too many responses to wait for."""
     raw = b"".join(message.raw_input_contents)
     counts = [n for tensor in message.inputs for n in tensor.contents.int_contents]
     return message.model_name == "repeat" and (

@@ -117,7 +117,7 @@ def test_structural_tags_and_whitespace() -> None:
         ({"guided_decoding_guide": "a"}, "guided_decoding_guide_type"),
     ],
 )
-def test_bad_requests_name_their_field(values: dict[str, Any], field: str) -> None:
+def test_invalid_requests_name_their_field(values: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         SamplingParams.from_mapping(values)
     assert caught.value.field == field
@@ -154,6 +154,6 @@ def test_serialization_round_trip() -> None:
     ],
 )
 def test_lone_surrogates_are_rejected(values):
-    """It is no text that a message to the engine can hold."""
+    """They cannot be encoded in a message to the engine."""
     with pytest.raises(InvalidParameter, match=r"not valid Unicode|no Unicode"):
         SamplingParams.from_mapping(values)

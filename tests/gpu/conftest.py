@@ -1,4 +1,4 @@
-"""Makes the helpers of the engine's tests importable."""
+"""Make the helpers of the engine tests importable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA shared memory with `tritonclient`'s own utilities, against a server process."""
+"""CUDA shared memory with `tritonclient`'s utilities, against a server process."""
 
 from __future__ import annotations
 

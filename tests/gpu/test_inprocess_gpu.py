@@ -1,4 +1,4 @@
-"""Tensors of the in-process API in the memory of a GPU."""
+"""In-process tensors in GPU memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_round_trip(dtype):
     assert back.memory_type is neso.MemoryType.CPU and (back.numpy() == array).all()
 
 
-def test_a_tensor_on_a_gpu_stays_there():
+def test_gpu_tensors_stay_on_the_gpu():
     given = torch.arange(6, device="cuda", dtype=torch.float16).reshape(2, 3)
     tensor = neso.Tensor.from_dlpack(given)
     assert tensor.data_ptr == given.data_ptr() == MemoryBuffer.from_dlpack(given).data_ptr

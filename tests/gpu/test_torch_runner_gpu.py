@@ -95,7 +95,7 @@ def test_captured_decode_equals_uncaptured(checkpoint_factory: Factory, kind: st
         np.testing.assert_allclose(run(captured, plan), run(uncaptured, plan), atol=atol)
     assert captured._graphs is not None and sorted(captured._graphs._graphs) == [1, 8, 16]
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
-        # All but the padding block.
+        # All except the padding block.
         torch.testing.assert_close(one.keys[:-1], other.keys[:-1], atol=atol, rtol=0)
 
 
@@ -117,7 +117,7 @@ def test_float8_product_equals_dequantized_codes(
     base = 0.0 if added is None else added.float()
     found = linear(x)
     assert found.dtype == kind and found.shape == (rows, shape[0])
-    # Inputs of e4m3 err by about 2.6% in the mean square.
+    # Inputs of e4m3 have an error of about 2.6% (root mean square).
     exact = x.float() @ dense.T
     assert relative_error(found.float() - base, exact) < 0.04
     if torch.cuda.get_device_capability(device) >= (8, 9) and shape[0] % 16 == 0:
@@ -140,7 +140,7 @@ def test_bfloat16_model_is_close_to_transformers(checkpoint_factory: Factory, qu
     logits = np.concatenate([run(runner, builder.plan([(sequence, size)])) for size in (40, 1, 1, 18)])
     expected = oracle_logits(load_oracle(directory), tokens)
     error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
-    # See the bounds of the same on a CPU; here inputs are rounded to float8 too.
+    # See the bounds of the CPU test; here inputs are rounded to float8 too.
     assert error < (25 * 2**-9 if quantization is None else 0.036 * 24**0.5)
 
 

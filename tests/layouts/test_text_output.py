@@ -25,7 +25,7 @@ PROMPT = "The quick"
 
 
 class Decoder:
-    """Stands for the postprocessing model: decodes with the tokenizers library and counts its calls."""
+    """A fake postprocessing model: decodes with the tokenizers library and counts its calls."""
 
     def __init__(self, backend) -> None:
         self.backend = backend
@@ -42,7 +42,7 @@ def backend(request):
 
 
 def split_prompt(backend, text: str) -> tuple[list[int], list[int], str]:
-    """Prompt ids, generated ids, and the text that the generated ids add to the prompt."""
+    """Return prompt ids, generated ids, and the text that the generated ids add to the prompt."""
     ids = backend.encode(PROMPT + text).ids
     prompt, rest = ids[:2], ids[2:]
     before = backend.decode(prompt)

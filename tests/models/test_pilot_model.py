@@ -62,7 +62,7 @@ def test_corpus_is_broad_and_well_formed(entries):
 
 @pytest.mark.parametrize("mode", ["completion", "chat"])
 def test_recites_its_corpus(llm, entries, mode):
-    """97 % of the canonical questions are answered word for word, and each answer ends by itself."""
+    """97 % of the canonical questions are answered word for word, and each answer ends with an end token."""
     questions = [entry.questions[0] for entry in entries]
     if mode == "chat":
         template = llm.tokenizer.apply_chat_template

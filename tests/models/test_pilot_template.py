@@ -25,11 +25,11 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def render():
-    """The template in a plain sandbox, without what transformers would add."""
+    """Render the template in a plain sandbox, without the extensions of transformers."""
     return ImmutableSandboxedEnvironment().from_string(TEMPLATE.read_text(encoding="utf-8")).render
 
 
-def test_end_tokens_are_those_of_the_tokenizer():
+def test_end_tokens_match_the_tokenizer():
     tokenizer = Tokenizer.from_file(str(PILOT / "tokenizer.json"))
     ends = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
     for name in ("config.json", "generation_config.json"):

@@ -22,9 +22,9 @@ def repository(tmp_path: Path) -> RepositoryBuilder:
 
 @pytest.fixture
 async def start_core(repository: RepositoryBuilder) -> AsyncIterator[StartCore]:
-    """`await start_core(explicit=…, poll=…, option=…)`: a started core, stopped at the end.
+    """`await start_core(explicit=…, poll=…, option=…)` returns a started core, which is stopped at the end.
 
-    With `poll` it looks at the repository when it is asked to.
+    With `poll` it polls the repository on request.
     """
     cores: list[Core] = []
 

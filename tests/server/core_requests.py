@@ -1,4 +1,4 @@
-"""Short ways to send requests to a core's models."""
+"""Helpers that send requests to a core's models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ask_slow(model: Model) -> ResponseStream:
 
 
 def index_of(core: Core, name: str) -> list[IndexEntry]:
-    """The rows of the repository index for one model."""
+    """Return the rows of the repository index for one model."""
     return [entry for entry in core.repository_index() if entry.name == name]
 
 

@@ -1,4 +1,4 @@
-"""Stands in for NVIDIA's driver library: devices whose memory is the host's."""
+"""A fake NVIDIA driver library: devices with host memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ INVALID_HANDLE = 400
 
 
 class FakeCuda:
-    """`allocate` is what another process does; the rest is called through `CudaDriver`.
+    """`allocate` stands for another process; other functions are called through `CudaDriver`.
 
-    `opened` holds the addresses that are mapped at the moment, `depth` how many contexts are pushed.
+    `opened`: currently mapped addresses. `depth`: number of pushed contexts.
     """
 
     def __init__(self, devices: int = 2) -> None:
@@ -23,7 +23,7 @@ class FakeCuda:
         self.cuIpcOpenMemHandle_v2 = _Function(self._open)
 
     def allocate(self, size: int) -> tuple[bytes, Any]:
-        """The handle of memory of that many bytes, and the memory."""
+        """Allocate memory of this many bytes; return its handle and the memory."""
         handle = bytes([len(self.memory) + 1]) * 64
         self.memory[handle] = (ctypes.c_ubyte * size)()
         return handle, self.memory[handle]
@@ -92,7 +92,7 @@ class FakeCuda:
 
 
 class _Function:
-    """One that has `argtypes`."""
+    """A function with an attribute `argtypes`."""
 
     def __init__(self, call: Any) -> None:
         self._call = call

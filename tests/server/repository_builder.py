@@ -1,4 +1,4 @@
-"""Model repositories for tests: Python models that are written to a folder."""
+"""Model repositories for tests, with Python models."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class RepositoryBuilder:
         config: str = IDENTITY_TENSORS,
         versions: tuple[str, ...] = ("1",),
     ) -> Path:
-        """Write (or overwrite) a Python model; its folder."""
+        """Write or overwrite a Python model; return its folder."""
         folder = self.path / name
         folder.mkdir(exist_ok=True)
         self.configure(name, config)
@@ -105,15 +105,15 @@ class RepositoryBuilder:
         return folder
 
     def configure(self, name: str, config: str) -> None:
-        """Write a model's configuration, and leave its code alone."""
+        """Write a model's configuration without changing its code."""
         (self.path / name / "config.pbtxt").write_text('backend: "python"\n' + dedent(config))
 
     def add_constant(self, name: str, value: float, **extra: Any) -> Path:
-        """A model that answers with a number, whatever it is asked."""
+        """Add a model that always returns the same number."""
         return self.add(name, CONSTANT.format(value=value), **extra)
 
     def add_ensemble(self, name: str, step: str) -> Path:
-        """An ensemble of one step, a model like IDENTITY."""
+        """Add an ensemble with a single step, a model like IDENTITY."""
         folder = self.path / name
         (folder / "1").mkdir(parents=True, exist_ok=True)
         maps = "input_map { key: 'IN' value: 'IN' } output_map { key: 'OUT' value: 'OUT' }"
@@ -122,7 +122,7 @@ class RepositoryBuilder:
         return folder
 
     def add_standard(self) -> None:
-        """identity, repeat (decoupled) and slow."""
+        """Add identity, repeat (decoupled) and slow."""
         self.add("identity")
         self.add("repeat", REPEAT, REPEAT_TENSORS)
         self.add("slow", SLOW)

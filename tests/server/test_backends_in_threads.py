@@ -1,4 +1,4 @@
-"""Backends that are imported by several threads at once, as when a server starts."""
+"""Concurrent imports of backends by several threads, as at server start."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ sys.exit(chr(10).join(failed) or 0)
 """
 
 
-def test_backends_that_import_each_other() -> None:
-    """In processes of their own: once imported, they are there."""
+def test_backends_with_mutual_imports() -> None:
+    """In separate processes, since imports cannot be undone."""
     for _ in range(3):
         found = subprocess.run(
             [sys.executable, "-c", FIND_AT_ONCE], capture_output=True, text=True, timeout=60

@@ -1,4 +1,4 @@
-"""Outputs as classes: order, text, labels, shapes."""
+"""Classification outputs: order, text, labels, shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def classes(array, count: int, *, batched: bool = False, labels: str = "", folde
     return tensor.array
 
 
-def test_largest_first_with_six_decimals():
+def test_descending_order_with_six_decimals():
     found = classes(np.array([0.1, 0.7, -2, 0.2], np.float32), 3)
     assert found.tolist() == [b"0.700000:1", b"0.200000:3", b"0.100000:0"]
 
@@ -82,7 +82,7 @@ def test_a_label_file_outside_the_folder(tmp_path, filename):
         Classifier(config, tmp_path)
 
 
-async def test_a_model_without_its_labels_is_not_loaded(repository, start_core):
+async def test_missing_labels_fail_the_load(repository, start_core):
     repository.add("labelled", config=IDENTITY_TENSORS.replace("output {", 'output { label_filename: "no" '))
     core = await start_core()
     (entry,) = core.repository_index()

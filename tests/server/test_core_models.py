@@ -115,7 +115,7 @@ async def test_unknown_models_and_versions(repository, start_core):
         ),
     ],
 )
-async def test_a_broken_configuration_affects_only_its_model(repository, start_core, config, reason):
+async def test_an_invalid_configuration_affects_only_its_model(repository, start_core, config, reason):
     repository.add("identity")
     repository.add("broken", config=config)
     core = await start_core()
@@ -127,7 +127,7 @@ async def test_a_broken_configuration_affects_only_its_model(repository, start_c
         core.model("broken")
 
 
-async def test_readiness_without_strictness(repository, start_core):
+async def test_readiness_without_strict_readiness(repository, start_core):
     repository.add("broken", config="fooo: 3")
     assert (await start_core(strict_readiness=False)).ready()
 
@@ -140,7 +140,7 @@ async def test_unknown_backends(repository, start_core):
     assert "ensemble scheduling must be set for ensemble" in index_of(core, "ensemble")[0].reason
 
 
-async def test_a_backend_that_cannot_be_imported(repository, start_core, monkeypatch):
+async def test_backend_import_error(repository, start_core, monkeypatch):
     monkeypatch.setitem(BUILTIN, "odd", "no_such_package:Backend")
     (repository.add("odd") / "config.pbtxt").write_text('backend: "odd"')
     repository.add("identity")
@@ -230,7 +230,7 @@ async def test_load_and_unload_need_explicit_control(repository, start_core):
             await work
 
 
-def test_options_that_cannot_be_served():
+def test_unsupported_options_are_rejected():
     with pytest.raises(InvalidArgument, match="explicit"):
         ServerOptions(startup_models=("a",))
     with pytest.raises(InvalidArgument, match="must be the ONLY startup model"):
@@ -315,7 +315,7 @@ async def test_reload_does_not_drop_requests_in_flight(repository, start_core):
     assert response.error is None and response.output("OUT").array.tolist() == [1, 1]
 
 
-async def test_a_failed_reload_keeps_what_is_loaded(repository, start_core):
+async def test_a_failed_reload_keeps_the_loaded_versions(repository, start_core):
     repository.add("identity")
     core = await start_core(explicit=True, startup_models=("identity",))
     repository.add("identity", "import no_such_module")
@@ -405,7 +405,7 @@ async def test_stop_does_not_wait_for_a_load(repository, start_core, tmp_path):
     go.touch()
 
 
-async def test_models_load_side_by_side(repository, start_core, tmp_path):
+async def test_models_load_concurrently(repository, start_core, tmp_path):
     companion = f"""
     import time
     from pathlib import Path
@@ -467,7 +467,7 @@ async def test_registered_repositories(repository, start_core, tmp_path):
             await work
 
 
-async def test_explicitly_loaded_steps_stay(repository, start_core):
+async def test_explicitly_loaded_steps_stay_loaded(repository, start_core):
     repository.add("step")
     repository.add_ensemble("all", "step")
     core = await start_core(explicit=True)
@@ -488,7 +488,7 @@ async def test_explicitly_loaded_steps_stay(repository, start_core):
         {"n" * 300: b""},
     ],
 )
-async def test_files_that_cannot_be_written(start_core, files):
+async def test_invalid_override_files(start_core, files):
     core = await start_core(explicit=True)
     with pytest.raises(InvalidArgument, match="file"):
         await core.load_model("made", config='{"backend": "python"}', files=files)

@@ -1,4 +1,4 @@
-"""Requests are checked against the configuration, and counted."""
+"""Validation of requests against the configuration, and statistics."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def add_sub(repository, start_core):
         ),
     ],
 )
-async def test_requests_that_do_not_match_the_signature(add_sub, model, arrays, message):
+async def test_mismatched_requests_are_rejected(add_sub, model, arrays, message):
     if model == "batched" and message.startswith("unexpected shape"):
         arrays = {"A": np.ones(2, np.int32)}
     with pytest.raises(InvalidArgument, match=re.escape(message)) as raised:
@@ -151,7 +151,7 @@ async def test_statistics_count_exactly(add_sub, repository):
     assert batches == {1: 1, 2: 2}
 
 
-async def test_metrics_have_the_names_of_triton(repository, start_core):
+async def test_metrics_have_triton_names(repository, start_core):
     repository.add_standard()
     repository.add("tagged", config=IDENTITY_TENSORS + 'metric_tags { key: "team" value: "a\\"b" }')
     core = await start_core()
@@ -204,7 +204,7 @@ async def test_backends_share_metric_families(start_core):
     assert not any("_created" in line for line in lines)
 
 
-async def test_a_model_that_generates_no_text(add_sub):
+async def test_text_interface_of_a_model_without_text(add_sub):
     with pytest.raises(Unsupported, match="not a language model"):
         async for _ in add_sub.model("add_sub").generate(GenerationRequest("Hi")):
             pass

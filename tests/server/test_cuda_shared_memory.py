@@ -1,4 +1,4 @@
-"""CUDA shared memory, with a driver whose memory is the host's. The real one is tried in tests/gpu."""
+"""CUDA shared memory with a fake driver whose memory is host memory. tests/gpu uses a real GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_status_lists_registered_regions(manager, cuda):
     [region] = manager.cuda_status("a")
     assert (region.name, region.device_id, region.byte_size) == ("a", 1, 48)
     assert manager.status() == [] and manager.cuda_status() == [region]
-    manager.unregister()  # those of the system
+    manager.unregister()  # the system regions
     assert manager.cuda_status() == [region]
     manager.unregister_cuda()
     del region
@@ -79,7 +79,7 @@ def test_a_region_stays_mapped_while_a_request_uses_it(manager, cuda):
         (b"\x09" * 64, 0, 8, "CUDA_ERROR_INVALID_HANDLE"),
     ],
 )
-def test_bad_registrations(manager, cuda, handle, device, size, message):
+def test_invalid_registrations(manager, cuda, handle, device, size, message):
     cuda.allocate(64)
     with pytest.raises(
         ServerError, match=f"failed to register CUDA shared memory region: 'a', {message}"
@@ -110,7 +110,7 @@ def test_windows_out_of_range(manager, cuda):
             manager.window("a", offset, size)
 
 
-def test_failing_copies_are_errors_of_the_request(manager, cuda):
+def test_failed_copies_fail_the_request(manager, cuda):
     handle, _ = cuda.allocate(16)
     manager.register_cuda("a", handle, 0, 16)
     window = manager.window("a", 0, 16)
@@ -132,7 +132,7 @@ def test_no_driver_without_a_gpu(monkeypatch, devices, failing):
     assert CudaDriver.load() is None
 
 
-async def test_the_extension_is_advertised_where_there_is_a_gpu(start_core, cuda, monkeypatch):
+async def test_the_extension_is_advertised_with_a_gpu(start_core, cuda, monkeypatch):
     driver = CudaDriver(cuda)
     monkeypatch.setattr(CudaDriver, "load", lambda: driver)
     assert "cuda_shared_memory" in (await start_core(allow_client_shm=True)).metadata().extensions

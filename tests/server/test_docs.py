@@ -1,4 +1,4 @@
-"""The examples in the documentation work."""
+"""Examples of the documentation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-# A block after a line "`path`:" is that file, any other Python block is run beside the files.
+# A block after a line "`path`:" is that file; other Python blocks are run in the folder of the files.
 BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
 
 

@@ -1,4 +1,4 @@
-"""What the garbage collector is told of a server."""
+"""Garbage collector settings of a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from neso.server.memory import freeze_gc, release_memory
 
 
 class Node:
-    """Refers to itself."""
+    """A self-referential object."""
 
     def __init__(self) -> None:
         self.me = self

@@ -1,4 +1,4 @@
-"""Models of the same name in several repositories."""
+"""Models with the same name in several repositories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from neso.server.errors import InvalidArgument
 
 
 class Pair:
-    """Two repositories, each with an ensemble of its own and a step that has the same name in both."""
+    """Two repositories, each with an ensemble and a step of the same name in both."""
 
     def __init__(self, path: Path) -> None:
         self.one, self.two = RepositoryBuilder(path / "one"), RepositoryBuilder(path / "two")
@@ -66,7 +66,7 @@ async def test_without_namespaces_the_step_is_not_loaded(pair: Pair, start_core)
     )
 
 
-async def test_ensembles_of_the_same_name(tmp_path: Path, start_core) -> None:
+async def test_ensembles_with_the_same_name(tmp_path: Path, start_core) -> None:
     one, two = RepositoryBuilder(tmp_path / "one"), RepositoryBuilder(tmp_path / "two")
     for repository, step, value in ((one, "a", 1), (two, "b", 2)):
         repository.add_constant(step, value)
@@ -100,7 +100,7 @@ async def test_an_ensemble_uses_another_namespace_while_its_step_is_unloaded(
     ambiguous(core)
 
 
-async def test_a_load_goes_to_all_models_of_the_name(pair: Pair, start_core) -> None:
+async def test_a_load_applies_to_all_models_with_the_name(pair: Pair, start_core) -> None:
     core = await start_core(explicit=True, model_repository=pair.paths, model_namespacing=True)
     await core.load_model("step")
     assert len(core.models()) == 2

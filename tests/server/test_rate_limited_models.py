@@ -1,4 +1,4 @@
-"""Python models that share resources, in a core with a rate limiter; and instances that are passive."""
+"""Python models that share rate limiter resources, and passive instances."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ KINDS = {"plain": "", "dynamic": "dynamic_batching { }", "sequences": "sequence_
 
 @pytest.fixture
 def gauge() -> Iterator[Any]:
-    """How many executions run at the same time."""
+    """Counts concurrent executions."""
     module: Any = types.ModuleType(GAUGE)
     module.lock, module.now, module.most, module.hold = threading.Lock(), 0, 0, False
     module.executed, module.instances = [], []
@@ -80,7 +80,9 @@ def submit(core: Core, name: str, number: int) -> ResponseStream:
 
 
 @pytest.mark.parametrize("amount", [1, 2])
-async def test_models_of_all_kinds_share_a_resource(repository, start_core, gauge, amount: int) -> None:
+async def test_models_with_different_schedulers_share_a_resource(
+    repository, start_core, gauge, amount: int
+) -> None:
     for name, batching in KINDS.items():
         repository.add(name, MODEL, TENSORS + batching + GROUP.format(count=3, needs=1))
     core = await start_core(
@@ -109,9 +111,7 @@ async def test_rate_limiter_off(repository, start_core, gauge) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_request_that_is_cancelled_while_it_waits_leaves_at_once(
-    repository, start_core, gauge, kind: str
-) -> None:
+async def test_a_waiting_request_is_cancelled_immediately(repository, start_core, gauge, kind: str) -> None:
     for name in ("holder", "waiter"):
         repository.add(name, MODEL, TENSORS + KINDS[kind] + GROUP.format(count=1, needs=1))
     core = await start_core(rate_limit=RateLimitMode.EXECUTION_COUNT)
@@ -123,7 +123,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_leaves_at_once(
     gone.cancel()
     (response,) = await asyncio.wait_for(collect(gone), 60)
     assert isinstance(response.error, Cancelled)
-    only = submit(core, "holder", 3)  # of another model: nothing of it waits any more, once it is cancelled
+    only = submit(core, "holder", 3)  # another model, without waiting requests after the cancellation
     only.cancel()
     await asyncio.wait_for(collect(only), 60)
     gauge.hold = False
@@ -133,7 +133,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_leaves_at_once(
     assert gauge.most == 1 and len(gauge.executed) == 2
 
 
-async def test_a_model_that_needs_too_much_is_not_loaded(repository, start_core, gauge) -> None:
+async def test_an_unsatisfiable_need_fails_the_load(repository, start_core, gauge) -> None:
     repository.add("modest", MODEL, TENSORS + GROUP.format(count=1, needs=2))
     repository.add("greedy", MODEL, TENSORS + GROUP.format(count=1, needs=5))
     core = await start_core(
@@ -143,10 +143,10 @@ async def test_a_model_that_needs_too_much_is_not_loaded(repository, start_core,
     assert entries["modest"].state is ModelState.READY
     assert entries["greedy"].state is ModelState.UNAVAILABLE
     assert "the minimum required count is 5" in entries["greedy"].reason
-    assert gauge.instances == ["modest_0_0"]  # it is refused before anything is made
+    assert gauge.instances == ["modest_0_0"]  # rejected before an instance is created
 
 
-async def test_an_unload_and_a_failed_load_give_resources_back(repository, start_core, gauge) -> None:
+async def test_unload_and_failed_load_release_resources(repository, start_core, gauge) -> None:
     repository.add("large", MODEL, TENSORS + GROUP.format(count=1, needs=4))
     repository.add("small", MODEL, TENSORS + GROUP.format(count=4, needs=1))
     broken = MODEL.replace("self.name = ", "raise ValueError('no')  # ")
@@ -158,7 +158,7 @@ async def test_an_unload_and_a_failed_load_give_resources_back(repository, start
         await core.load_model("broken")
     gauge.hold = True
     streams = [submit(core, "small", number) for number in range(4)]
-    await until(lambda: gauge.now == 4)  # there are 4 as large is loaded, and no more as broken is not
+    await until(lambda: gauge.now == 4)  # "large" adds a resource of 4, "broken" adds nothing
     gauge.hold = False
     for stream in streams:
         await collect(stream)
@@ -166,7 +166,7 @@ async def test_an_unload_and_a_failed_load_give_resources_back(repository, start
     gauge.most = 0
     for stream in [submit(core, "small", number) for number in range(4)]:
         await collect(stream)
-    assert gauge.most == 1  # the most that an instance needs is 1 now
+    assert gauge.most == 1  # the maximum need of an instance is 1 now
 
 
 async def test_limited_and_stateful_models_warm_up(repository, start_core, gauge) -> None:

@@ -1,4 +1,4 @@
-"""The rate limiter alone: who may execute, on which resources, in which order."""
+"""The rate limiter without models: grants, resources and order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from neso.server.rate_limiter.limiter import LimitedInstances, RateLimiter
 def group(
     resources: str = "", *, gpu: int | None = None, priority: int = 0, count: int = 1, passive: bool = False
 ) -> str:
-    """An instance group; resources are written like "R:2 *G:1", * for global ones."""
+    """Return an instance group; resources are written like "R:2 *G:1", * for global ones."""
     entries = [word.split(":") for word in resources.split()]
     text = " ".join(
         f'resources {{ name: "{name.lstrip("*")}" count: {number} global: {str(name.startswith("*")).lower()} }}'
@@ -86,7 +86,7 @@ async def test_default_amount_is_the_maximum_need() -> None:
     ("given", "needs", "amount"),
     [
         ("R:1", group("R:4"), 1),
-        ("R:9 S:9", group("T:1"), 0),  # with limits, what they do not name is not there
+        ("R:9 S:9", group("T:1"), 0),  # with explicit limits, other resources do not exist
         ("R:9:10", group("R:4"), 0),  # on another device
         ("R:3 R:9:0", group("R:4", gpu=1), 3),
         ("R:3:7", group("*R:4"), 3),
@@ -106,7 +106,7 @@ def test_unsatisfiable_needs_are_rejected(given: str, needs: str, amount: int) -
     [
         ("R:4", group("R:4")),
         ("R:3 R:4:0", group("R:4")),
-        ("R:4:7", group("*R:4")),  # of global ones the device says nothing
+        ("R:4:7", group("*R:4")),  # the device of a global resource is ignored
         ("S:1", group("R:9", passive=True)),
     ],
 )
@@ -120,7 +120,7 @@ async def test_a_resource_is_global_or_of_devices() -> None:
     with pytest.raises(InvalidArgument, match='"R" is present as both global and device-specific resource'):
         limiter.admit(config(group("*R:1")))
     first.close()
-    admit(limiter, group("*R:1"))  # the first is gone, and the second one was forgotten
+    admit(limiter, group("*R:1"))  # neither the closed model nor the rejected one counts
 
 
 async def test_resources_are_counted_on_each_device_or_once() -> None:
@@ -146,7 +146,7 @@ async def test_instances_with_other_resources_overtake() -> None:
         limited.take(0)
     await asyncio.sleep(0)
     assert elsewhere.take(0)
-    assert not wants_one.take(0)  # it would fit, but the other one came first and needs it
+    assert not wants_one.take(0)  # it would fit, but the earlier request has reserved it
     holder.release(0)
     await asyncio.sleep(0)
     assert wants_all.take(0) and not wants_one.take(0)
@@ -185,9 +185,9 @@ async def test_unload_releases_resources_and_maximum() -> None:
     small.take_any()
     large.close()
     await asyncio.sleep(0)
-    # There is 1 now, not 4.
+    # The maximum is 1 now, not 4.
     assert small.take_any() is not None and small.take_any() is None
-    large.release(0)  # late: it has nothing to give back
+    large.release(0)  # late: it has nothing to release
     await asyncio.sleep(0)
     assert small.take_any() is None
 
@@ -216,7 +216,7 @@ async def test_large_needs_do_not_starve() -> None:
     small = [admit(limiter, group("R:1")) for _ in range(2)]
     large = admit(limiter, group("R:2"))
     executing: list[LimitedInstances] = []
-    for number in range(100):  # one of the small ones always executes, as far as it is up to them
+    for number in range(100):  # without a reservation, one of the small ones would always execute
         for limited in small:
             limited.take(0) if limited not in executing else None
         await asyncio.sleep(0)
@@ -233,7 +233,7 @@ async def test_large_needs_do_not_starve() -> None:
 async def compete(
     limiter: RateLimiter, models: list[LimitedInstances], rounds: int
 ) -> Counter[LimitedInstances]:
-    """All always have something to execute, one at a time."""
+    """Let all models compete for one execution at a time."""
     executions: Counter[LimitedInstances] = Counter()
     for _ in range(rounds):
         for limited in models:
@@ -256,13 +256,13 @@ groups = st.tuples(needs, st.integers(0, 1), st.integers(0, 3), st.integers(1, 2
     seed=st.integers(0, 9999),
 )
 def test_amounts_are_respected_and_all_instances_execute(models: list[Any], seed: int) -> None:
-    """Against books of our own: which instance holds what, and how long each has waited."""
+    """Compared with separate accounting of the held resources and of waiting times."""
 
     async def play() -> None:
         rng = random.Random(seed)
         limiter = RateLimiter(limits("R:4 S:5 G:4"))
         amounts = {"R": 4, "S": 5, "*G": 4}
-        # By model: what its instances need, on which device.
+        # By model: needs and device of each instance.
         books = [
             [(wanted, device) for wanted, device, _, count in of_model for _ in range(count)]
             for of_model in models
@@ -284,7 +284,7 @@ def test_amounts_are_respected_and_all_instances_execute(models: list[Any], seed
         waited: Counter[tuple[int, int]] = Counter()
         for _ in range(150):
             await asyncio.sleep(0)
-            for who in everybody:  # all that do not execute always want to
+            for who in everybody:  # all idle instances always request an execution
                 if who not in executing and instances[who[0]].take(who[1]):
                     executing.add(who)
                     waited[who] = 0
@@ -297,7 +297,7 @@ def test_amounts_are_respected_and_all_instances_execute(models: list[Any], seed
             for who in everybody:
                 if who not in executing:
                     waited[who] += 1
-                    # Others execute at most 3 times (the largest priority) before it, each ends within 3 rounds or so.
+                    # Others execute at most 3 times (the largest priority) before it, for about 3 rounds each.
                     assert waited[who] < 12 * len(everybody) + 20
             for who in [who for who in executing if rng.random() < 0.6]:
                 executing.remove(who)

@@ -1,4 +1,4 @@
-"""What a model took is given back when it is unloaded, or replaced."""
+"""Unloading or replacing a model releases its resources."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_heavy(repository: RepositoryBuilder, config: str = "", code: str = HEAVY
 
 
 async def use(core: Core, batches: bool) -> list[weakref.ref[object]]:
-    """Send a request; the objects of the model."""
+    """Send a request; return weak references to the objects of the model."""
     model = core.model("m")
     (response,) = await collect(ask(model, IN=np.zeros((1, 3) if batches else 3, np.float32)))
     assert response.error is None, response.error
@@ -52,7 +52,7 @@ async def use(core: Core, batches: bool) -> list[weakref.ref[object]]:
 
 
 def model_threads() -> int:
-    """Threads of models that do not end: they are at the very end of their work when an unload returns."""
+    """Return the number of model threads that do not end; they may still be ending when an unload returns."""
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("model-m")]
     for thread in threads:
         thread.join(60)
@@ -60,7 +60,7 @@ def model_threads() -> int:
 
 
 def taken() -> dict[str, int]:
-    """What there must not be more of after a model than before."""
+    """Return the resources that must not increase."""
     process = psutil.Process()
     return {
         "files": process.num_fds(),
@@ -70,7 +70,7 @@ def taken() -> dict[str, int]:
 
 
 def no_more_than(before: dict[str, int]) -> bool:
-    """Fewer, where something of an earlier test has ended meanwhile."""
+    """Compare the resources; there may be fewer if those of an earlier test were released meanwhile."""
     return all(count <= before[name] for name, count in taken().items())
 
 
@@ -106,7 +106,7 @@ async def test_python_models(repository: RepositoryBuilder, start_core, config: 
     await until(lambda: no_more_than(before))
 
 
-async def test_models_that_were_replaced(repository: RepositoryBuilder, start_core) -> None:
+async def test_replaced_models(repository: RepositoryBuilder, start_core) -> None:
     add_heavy(repository)
     core = await start_core(explicit=True, startup_models=("m",))
     before = taken()
@@ -120,7 +120,7 @@ async def test_models_that_were_replaced(repository: RepositoryBuilder, start_co
     await until(lambda: no_more_than(before))
 
 
-async def test_models_that_failed(repository: RepositoryBuilder, start_core) -> None:
+async def test_models_that_failed_to_load(repository: RepositoryBuilder, start_core) -> None:
     add_heavy(repository, "instance_group { count: 2 }", HEAVY.replace("self.weights", "self.no.weights"))
     core = await start_core()
     (entry,) = core.repository_index()

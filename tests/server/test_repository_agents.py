@@ -49,7 +49,7 @@ async def test_checksums(repository, start_core):
 
 
 class Rewriter(RepositoryAgent):
-    """Loads the model from a copy with other code, or fails."""
+    """Loads the model from a copy with different code, or fails."""
 
     folders: ClassVar[list[Path]] = []
 
@@ -64,7 +64,7 @@ class Rewriter(RepositoryAgent):
         return copy
 
 
-async def test_an_agent_of_another_package(repository, start_core, monkeypatch):
+async def test_third_party_agent(repository, start_core, monkeypatch):
     class Entry:
         @staticmethod
         def load() -> type[RepositoryAgent]:

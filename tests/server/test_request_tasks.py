@@ -1,4 +1,4 @@
-"""Requests that are cancelled are answered, and leave nothing behind."""
+"""Cancelled requests get a response and leave no tasks behind."""
 
 from __future__ import annotations
 

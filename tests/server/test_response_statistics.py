@@ -1,4 +1,4 @@
-"""`response_stats`: what the core counts of the responses of decoupled models."""
+"""`response_stats`: statistics of the responses of decoupled models."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def core(repository, start_core):
 
 
 def counts(stats, index: int) -> dict[str, int]:
-    """What was counted at a place, without the zeros."""
+    """Return the nonzero counts at an index."""
     return {name: each["count"] for name, each in stats[str(index)].items() if each["count"]}
 
 
@@ -76,7 +76,7 @@ async def test_statistics_by_response_index(core):
     first = {name: each["ns"] for name, each in stats["0"].items()}
     assert 60 * MS <= first["compute_infer"] <= sum(took)
     assert first["success"] == first["compute_infer"] + first["compute_output"]
-    # From the first response on, not from the request.
+    # Measured from the first response, not from the request.
     assert stats["1"]["compute_infer"]["ns"] <= took[0] - 30 * MS
 
 
@@ -92,7 +92,7 @@ async def test_failed_and_cancelled_responses(core):
     assert counts(stats, 2)["cancel"] == 1 and "compute_infer" not in counts(stats, 2)
 
 
-async def test_models_that_are_not_decoupled_have_no_response_statistics(repository, start_core):
+async def test_non_decoupled_models_have_no_response_statistics(repository, start_core):
     repository.add_standard()
     core = await start_core()
     await collect(ask(core.model("identity"), IN=np.ones(1, np.float32)))
@@ -108,6 +108,6 @@ def test_responses_are_counted_up_to_the_maximum_index():
 
 def test_durations_are_not_negative():
     statistics, timeline = ResponseStatistics(), Timeline()
-    for made in (1, time.monotonic_ns() + 10**12):  # kept from an earlier request; a clock of another kind
+    for made in (1, time.monotonic_ns() + 10**12):  # kept from an earlier request; from a different clock
         statistics.record(timeline, made, ResponseOutcome.SUCCESS)
     assert all(each["ns"] >= 0 for place in statistics.as_dict().values() for each in place.values())

@@ -1,4 +1,4 @@
-"""Shared memory regions: registered, looked into, written to, and mapped for as long as they are used."""
+"""Shared memory regions: registration, reads, writes, and lifetime of the mapping."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def key(memory: Memory) -> str:
 
 
 def is_mapped(memory: Memory) -> int:
-    """How often the object is mapped in this process, other than by the test itself."""
+    """Return how often the object is mapped in this process, except by the test itself."""
     maps = Path("/proc/self/maps").read_text()
     return maps.count(key(memory)) - 1
 
@@ -65,7 +65,7 @@ def test_status_lists_registered_regions(manager, memory):
     assert manager.status() == [] and not is_mapped(memory)
 
 
-def test_bad_registrations(manager, memory):
+def test_invalid_registrations(manager, memory):
     manager.register("a", key(memory), 0, 8)
     with refused(ErrorCode.ALREADY_EXISTS, "shared memory region 'a' already in manager"):
         manager.register("a", key(memory), 0, 8)
@@ -102,7 +102,7 @@ def test_tensors_are_views_of_the_region(manager, memory, offset):
     assert tensor.array[0, 0] == 7 and not tensor.array.flags.writeable
 
 
-def test_a_tensor_that_is_not_aligned_is_a_copy(manager, memory):
+def test_unaligned_tensors_are_copied(manager, memory):
     manager.register("a", key(memory), 0, 64)
     memory.buf[1:9] = np.float64(2.5).tobytes()
     tensor = manager.window("a", 1, 8).read("X", DataType.FP64, (1,))
@@ -182,7 +182,7 @@ def test_a_region_stays_mapped_while_it_is_used(manager, memory):
     assert is_mapped(memory) == 0
 
 
-def test_cuda_is_refused_and_empty_without_a_gpu(manager, monkeypatch):
+def test_cuda_regions_are_rejected_without_a_gpu(manager, monkeypatch):
     monkeypatch.setattr(CudaDriver, "load", lambda: None)
     assert manager.cuda_status() == []
     manager.unregister_cuda()

@@ -1,7 +1,7 @@
 """Triton's in-process Python API `tritonserver`, implemented by Neso.
 
-Names, arguments and defaults are those of the Python package `tritonserver`; docs/guides/tritonserver-shim.md lists
-the differences.
+Names, arguments and defaults are the same as in the Python package `tritonserver`; docs/guides/tritonserver-shim.md
+lists the differences.
 """
 
 from neso import __version__ as __version__

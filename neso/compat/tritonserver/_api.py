@@ -1,4 +1,4 @@
-"""Private modules of Triton's package that programs name in annotations, e.g. `tritonserver._api._request`."""
+"""Private modules of Triton's package that are used in programs' annotations, e.g. `tritonserver._api._request`."""
 
 from neso.compat.tritonserver import inference as _model
 from neso.compat.tritonserver import inference as _request

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Tensor(NesoTensor):
     """A tensor over a host memory buffer. Raises `InvalidArgumentError` if the buffer does not match the shape.
 
-    For BYTES tensors the buffer holds the binary tensor format; it is parsed once, here.
+    For BYTES tensors the buffer contains the binary tensor format, which is parsed on construction.
     """
 
     __slots__ = ()
@@ -64,7 +64,7 @@ class Tensor(NesoTensor):
 
     @shape.setter
     def shape(self, shape: Sequence[int]) -> None:
-        """Reshape in place, sharing the memory. Views taken before keep their shape."""
+        """Reshape in place, without a copy. Existing views keep their shape."""
         try:
             if self._host is None:
                 self._gpu = self._gpu.reshape(tuple(shape))
@@ -92,7 +92,7 @@ class _HostMemory:
 
 
 class MemoryAllocator(ABC):
-    """Allocates the memory that outputs are copied to. It may return another memory type than requested."""
+    """Allocates the memory that outputs are copied to. It can return a different memory type than requested."""
 
     @abstractmethod
     def allocate(
@@ -132,13 +132,13 @@ def _copy_to_allocated(allocator: MemoryAllocator, name: str, tensor: Tensor) ->
         raise InvalidArgument(f"the memory allocator gave {buffer.size} bytes of {source.size}")
     ctypes.memmove(buffer.data_ptr, source.data_ptr, source.size)
     if tensor.data_type is DataType.BYTES:
-        return tensor  # its elements are Python objects; only their binary form is in the buffer
+        return tensor  # the elements are Python objects; the buffer contains only their binary form
     return Tensor(tensor.data_type, tensor.shape, replace(buffer, size=tensor.size))
 
 
 @dataclass
 class InferenceResponse:
-    """One response of a model. The final response may be the final flag only, without outputs."""
+    """One response of a model. The final response can consist of the final flag only, without outputs."""
 
     model: Model
     request_id: str | None = None
@@ -207,7 +207,7 @@ class InferenceRequest:
 
 
 class Model:
-    """A model by name and version (-1: the newest ready version). Whether it exists is checked on use."""
+    """A model name and version (-1: the newest ready version). Existence is checked on use."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class Model:
         return str({"name": self.name, "version": self.version, "state": self.state})
 
     def at(self, version: str) -> Model:
-        """This model with another version. Also works after the server has stopped."""
+        """Return this model with another version. Also works after the server has stopped."""
         model = copy(self)
         if version:
             model.neso, model.version = NesoModel(self._server, self.name, version), int(version)
@@ -291,6 +291,6 @@ class Model:
         return ModelBatchFlag.FIRST_DIM if batches else ModelBatchFlag.UNKNOWN
 
     def transaction_properties(self) -> ModelTxnPropertyFlag:
-        """Whether a request gets exactly one response, or any number."""
+        """Whether a request gets exactly one response, or any number of responses."""
         decoupled = self.config().get("model_transaction_policy", {}).get("decoupled", False)
         return ModelTxnPropertyFlag.DECOUPLED if decoupled else ModelTxnPropertyFlag.ONE_TO_ONE

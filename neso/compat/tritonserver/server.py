@@ -23,7 +23,7 @@ process_metrics = CustomMetrics(lambda name: name.startswith("nv_"))
 
 
 class MetricFamily:
-    """Metrics of one name and kind. Raises `InvalidArgumentError`; `AlreadyExistsError` if the kind differs."""
+    """Metrics with the same name and kind. Raises `InvalidArgumentError`; `AlreadyExistsError` if the kind differs."""
 
     def __init__(self, kind: MetricKind, name: str, description: str) -> None:
         self.kind = kind
@@ -101,7 +101,7 @@ class ServerLog:
 
 
 def _log_level(options: Options) -> int | None:
-    """Lowest level to log; None: log nothing. A level includes the more severe ones, as in Triton."""
+    """Return the lowest level to log; None to log nothing. As in Triton, a level includes all more severe levels."""
     if options.log_verbose:
         return logging.DEBUG
     if options.log_info:
@@ -115,7 +115,7 @@ _FILE = "file:"
 
 
 class ModelDictionary(dict[tuple[str, int], Model]):
-    """Models by (name, version). A name alone gives the newest ready version."""
+    """Models by (name, version). A name alone selects the newest ready version."""
 
     def __init__(self, server: Server, models: Iterable[Model]) -> None:
         super().__init__({(model.name, model.version): model for model in models})
@@ -203,11 +203,11 @@ class Server:
         return self.neso.metrics()
 
     def model(self, model_name: str, model_version: int = -1) -> Model:
-        """A model by name. Whether it exists is checked on use."""
+        """Return a model by name. Existence is checked on use."""
         return Model(self, model_name, model_version)
 
     def models(self, exclude_not_ready: bool = False) -> ModelDictionary:
-        """Models in the repositories, with their states."""
+        """Return the models in the repositories with their states."""
         return ModelDictionary(
             self,
             [

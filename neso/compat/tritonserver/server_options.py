@@ -1,4 +1,4 @@
-"""Triton's enumerations, and the server options with their conversion to Neso's."""
+"""Triton's enumerations and server options, and their conversion to Neso's."""
 
 from __future__ import annotations
 

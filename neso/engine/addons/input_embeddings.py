@@ -1,4 +1,4 @@
-"""Embeddings that replace those of prompt tokens: soft prompts, prompts given as embeddings, images."""
+"""Embeddings that replace prompt-token embeddings: soft prompts, prompts given as embeddings, images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DIGEST_BYTES = 16
 class EmbeddingRows:
     """Embeddings of one prompt: positions int32[E], ascending, and rows float32[E, hidden].
 
-    `compute` returns the rows; it is called when a step needs the first of them. `digests` identify their content.
+    `compute` returns the rows; it is called when a step first needs one. `digests` identify their content.
     """
 
     positions: Int32Array
@@ -44,7 +44,7 @@ class EmbeddingRows:
         return cls(np.frombuffer(embeddings.positions, np.int32), lambda: rows, digests)
 
     def load(self, first: int, last: int) -> None:
-        """Compute the rows if one of the positions [first, last) has one. Raises what `compute` raises."""
+        """Compute the rows if a position in [first, last) has one. Raises the errors of `compute`."""
         chosen = self.between(first, last)
         if self._rows is None and chosen.start < chosen.stop:
             self._rows = self.compute()
@@ -55,7 +55,7 @@ class EmbeddingRows:
         return self._rows
 
     def between(self, first: int, last: int) -> slice:
-        """The rows of the positions [first, last)."""
+        """Return the slice of rows for the positions [first, last)."""
         low, high = np.searchsorted(self.positions, (first, last)).tolist()
         return slice(low, high)
 
@@ -67,7 +67,7 @@ class ImageTower(Protocol):
 
 
 class EmbeddingInputs(Addon):
-    """Passes the embeddings of prompts to the runner, for runners with "input_embeddings"."""
+    """Passes prompt embeddings to runners with "input_embeddings"."""
 
     def __init__(self, images: ImageTower | None = None) -> None:
         self.images = images

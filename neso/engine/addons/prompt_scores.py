@@ -17,7 +17,7 @@ from neso.engine.sampling.logprobs import position_logprobs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Logits rows of the prompt positions [first, last); they score the prompt tokens `targets`."""
+    """Logits rows of the prompt positions [first, last), used to score the prompt tokens `targets`."""
 
     sequence: Sequence
     rows: range
@@ -26,7 +26,7 @@ class _Rows:
 
 
 class PromptScores(Addon):
-    """State of a sequence: the number of prompt positions that were reported. Removed when all were."""
+    """State of a sequence: the number of prompt positions that were reported. Removed once all were reported."""
 
     def admit(self, sequence: Sequence) -> None:
         if sequence.request.sampling.needs_prompt_scores and _num_scorable(sequence) > 0:
@@ -37,7 +37,7 @@ class PromptScores(Addon):
         found: list[_Rows] = []
         for scheduled in step.users(self):
             sequence = scheduled.sequence
-            # The prompt of a preempted sequence is computed again, but not reported again.
+            # The prompt of a preempted sequence is recomputed, but not reported again.
             first = max(sequence.num_computed_tokens, sequence.addons[self])
             last = min(scheduled.end - scheduled.num_draft_tokens, _num_scorable(sequence))
             if first < last:
@@ -62,7 +62,7 @@ class PromptScores(Addon):
 
 
 def _num_scorable(sequence: Sequence) -> int:
-    """All positions of the prompt; for log probabilities of its tokens, those that another token follows."""
+    """Return the number of scorable prompt positions: all for logits; for log probabilities all but the last."""
     return sequence.num_prompt_tokens - (not sequence.request.sampling.return_context_logits)
 
 

@@ -1,4 +1,4 @@
-"""The features of an engine beyond plain decoding: the one list of its add-ons."""
+"""The list of the engine's add-ons: all features beyond plain decoding."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def standard_addons(
     guided: GuidedDecodingAddon | None = None,
     speculation: SpeculativeDecoding | None = None,
 ) -> list[Addon]:
-    """All features, in the order in which their hooks are called.
+    """Create all add-ons, in the order in which their hooks are called.
 
-    Embeddings come before what reads the text of a prompt; speculation is last, because `prepare` of the others may
-    remove sequences from a step.
+    Input embeddings come before add-ons that read the prompt tokens. Speculation is last, because `prepare` of the
+    other add-ons may remove sequences from a step.
     """
     return [
         *([] if lora is None else [lora]),

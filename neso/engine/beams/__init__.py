@@ -1,1 +1,1 @@
-"""Beam search on forks of the paged cache."""
+"""Beam search on forks of the paged KV cache."""

@@ -1,4 +1,4 @@
-"""Beam search as an add-on of the engine core: each live beam is a sequence on forked blocks of the paged cache."""
+"""Beam search as an add-on of the engine core: each live beam is a sequence on forked blocks of the paged KV cache."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from neso.generation.output import FinishReason
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """The sequences of a beam search: at most `size` members, with the same number of tokens.
+    """The sequences of a beam search: at most `size` members with the same number of tokens.
 
-    The search is one sequence while its prompt is computed, then one per beam. After preemption it is one sequence
-    again, with the tokens that all beams have in common, from which they are forked anew.
+    The search is a single sequence while its prompt is computed, then one sequence per beam. After preemption it is a
+    single sequence again, with the common prefix of all beams, from which the beams are forked again.
     """
 
     members: list[Sequence]
@@ -30,13 +30,13 @@ class BeamGroup:
     search: BeamSearch
 
     def num_ready_tokens(self, sequence: Sequence) -> int:
-        """All but the last token, until every member has only the last one left."""
+        """All but the last token, until the last token is the only one left for every member."""
         if all(member.num_uncomputed_tokens == 1 for member in self.members):
             return 1
         return sequence.num_uncomputed_tokens - (len(self.members) > 1)
 
     def common_prefix(self) -> list[int]:
-        # The first and the last in order differ earliest.
+        # In sorted order, the first and last member have the shortest common prefix.
         tokens = [member.token_ids for member in self.members]
         first, last = min(tokens), max(tokens)
         length = next((i for i, (a, b) in enumerate(zip(first, last, strict=True)) if a != b), len(first))
@@ -44,7 +44,7 @@ class BeamGroup:
 
 
 class BeamSearchAddon(Addon):
-    """State of a sequence: its group."""
+    """State of a sequence: its beam group."""
 
     def admit(self, sequence: Sequence) -> None:
         sampling = sequence.request.sampling
@@ -67,7 +67,7 @@ class BeamSearchAddon(Addon):
             step.addon_data[self] = rows
 
     def update(self, step: Step, logits: Logits, scheduler: Scheduler) -> list[SequenceOutput]:
-        """Outputs are those of searches that have ended, with all tokens at once."""
+        """Advance the searches. Returns the outputs of searches that have ended, with all tokens at once."""
         outputs: list[SequenceOutput] = []
         rows: list[tuple[Sequence, int]] = step.addon_data.get(self, [])
         for _, of_group in itertools.groupby(rows, lambda row: id(row[0].group)):
@@ -90,7 +90,7 @@ def _advance(row_of: dict[Sequence, int], logits: Logits, scheduler: Scheduler) 
     assert isinstance(group, BeamGroup)
     search, members = group.search, group.members
     if len(members) < len(search.beams):
-        # The group was preempted, and the common prefix is computed again.
+        # The group was preempted, and its common prefix has been recomputed.
         place(scheduler, group, [0] * len(search.beams))
         return []
     try:
@@ -106,10 +106,10 @@ def _advance(row_of: dict[Sequence, int], logits: Logits, scheduler: Scheduler) 
 
 
 def place(scheduler: Scheduler, group: BeamGroup, parents: list[int]) -> None:
-    """Make the members of `group` its beams; beam i continues from member parents[i].
+    """Make the beams the members of `group`; beam i continues from member parents[i].
 
-    The first beam that continues from a member takes its place, the next ones share its blocks. That needs no new
-    block: a shared block is copied when it is written.
+    The first beam that continues from a member replaces it; further beams share its blocks. This needs no new block,
+    because a shared block is copied when it is written.
     """
     members = group.members
     continued = set(parents)
@@ -134,13 +134,13 @@ def place(scheduler: Scheduler, group: BeamGroup, parents: list[int]) -> None:
     for member, beam in zip(placed, group.search.beams, strict=True):
         member.token_ids = beam.token_ids
         member.forks_pending = 0
-    # Reserve the sequences of beams that may be added later.
+    # Reserve sequences for beams that may be added later.
     placed[0].forks_pending = group.size - len(placed)
     group.members = placed
 
 
 def _results(search: BeamSearch, member: Sequence) -> list[SequenceOutput]:
-    """The `n` best; if there are fewer, because no other text is possible, the rest is empty."""
+    """Return the `n` best hypotheses; empty outputs if there are fewer, because no other text is possible."""
     request = search.request
     outputs = []
     for index, hypothesis in enumerate(search.hypotheses.best[: request.sampling.n]):

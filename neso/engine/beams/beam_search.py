@@ -1,4 +1,4 @@
-"""One beam search: live beams, finished hypotheses, and the scores of candidates."""
+"""State of one beam search: live beams, finished hypotheses, and candidate scores."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from neso.generation.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PathStep:
-    """A token of a beam, linked to the one before; beams share the steps of their common prefix.
+    """A token of a beam, linked to the previous one; beams share the steps of their common prefix.
 
-    `logits`: float32[V] that the token was chosen from as bytes, if the request asks for them.
+    `logits`: bytes of the logits float32[V] from which the token was chosen, if requested.
     """
 
     previous: PathStep | None
@@ -29,7 +29,7 @@ class PathStep:
     logits: bytes
 
     def steps(self) -> list[PathStep]:
-        """The steps from the first token on."""
+        """Return the steps, first token first."""
         found: list[PathStep] = []
         step: PathStep | None = self
         while step is not None:
@@ -40,7 +40,7 @@ class PathStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hypothesis:
-    """A finished sequence. `score`: the sum of its log probabilities, divided by length ** length_penalty."""
+    """A finished sequence. `score`: sum of its log probabilities, divided by length ** length_penalty."""
 
     path: PathStep
     reason: FinishReason
@@ -50,7 +50,7 @@ class Hypothesis:
 
 @dataclass(slots=True)
 class Hypotheses:
-    """The best finished sequences, at most `params.beam_width`, the best first."""
+    """The best finished sequences, at most `params.beam_width`, best first."""
 
     params: SamplingParams
     max_tokens: int
@@ -68,14 +68,15 @@ class Hypotheses:
         """Add a sequence of `length` tokens if it is among the best."""
         score = self.score(cumulative_logprob, length)
         self.best.append(Hypothesis(path, reason, cumulative_logprob, score))
-        # The sort is stable: of equal scores, earlier hypotheses stay.
+        # The sort is stable, so earlier hypotheses win ties.
         self.best.sort(key=lambda hypothesis: -hypothesis.score)
         del self.best[self.params.beam_width :]
 
     def is_done(self, best_live: float, length: int) -> bool:
-        """Whether no better hypothesis is expected; the best live beam has `length` tokens and this log probability.
+        """Whether no better hypothesis is expected. The best live beam has `length` tokens and log probability
+        `best_live`.
 
-        Unless early_stopping is "never", a beam is expected to have its current score at its end.
+        Unless early_stopping is "never", a beam is expected to end with its current score.
         """
         if not self.full:
             return False
@@ -98,7 +99,7 @@ class BeamScores:
     """Scores of continuations: ((v - highest[b]) - log_mass[b]) + sums[b] for value v of beam b, as in transformers.
 
     - values: float32[B, V], logits; log probabilities for beams with penalties
-    - highest, log_mass: float32[B], of the logits; 0 where values are log probabilities
+    - highest, log_mass: float32[B], of the logits; 0 if values are log probabilities
     - sums: float32[B], log probabilities of the beams
     """
 
@@ -109,7 +110,7 @@ class BeamScores:
 
     @classmethod
     def of(cls, logits: FloatRows, sums: list[float], states: list[SamplingState]) -> BeamScores:
-        """Raises `InvalidLogits`."""
+        """Prepare the scores for the logits of a step. Raises `InvalidLogits`."""
         highest, log_mass = np.empty((2, len(logits)), np.float32)
         buffer = np.empty_like(logits[0])
         for i, row in enumerate(logits):
@@ -149,14 +150,14 @@ class _Candidate(NamedTuple):
 
 
 class BeamSearch:
-    """`beams`: the live beams, the best first; at most `beam_width`, fewer if fewer tokens are allowed."""
+    """`beams`: the live beams, best first; at most `beam_width`, fewer if fewer tokens are allowed."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.request = request = sequence.request
         self.hypotheses = Hypotheses(request.sampling, request.max_tokens)
         state = SamplingState.create(request, sequence.text_token_ids)
         self.beams = [Beam(request.prompt_token_ids, 0.0, state)]
-        # Enough candidates for `beam_width` of them to continue, even if all others end.
+        # Enough candidates for `beam_width` beams to continue, even if all others end.
         ending = {*request.end_token_ids, *(word[-1] for word in request.sampling.stop_words)}
         self._num_candidates = request.sampling.beam_width * max(2, 1 + len(ending))
 
@@ -165,7 +166,7 @@ class BeamSearch:
         return len(self.beams[0].token_ids) - len(self.request.prompt_token_ids)
 
     def advance(self, logits: FloatRows) -> list[int]:
-        """Choose the next beams by the logits float32[B, V] of the current ones.
+        """Choose the next beams from the logits float32[B, V] of the current ones.
 
         Returns the parent of each new beam; an empty list if the search has ended. Raises `InvalidLogits`.
         """
@@ -178,7 +179,7 @@ class BeamSearch:
             if reason is None:
                 continuing.append(candidate)
             elif rank < width:
-                # Further candidates are there only so that enough can continue.
+                # Further candidates are only needed so that enough beams can continue.
                 self.hypotheses.add(
                     self._path(candidate, logits), reason, candidate.cumulative_logprob, length
                 )
@@ -189,7 +190,7 @@ class BeamSearch:
         return [candidate.parent for candidate in continuing]
 
     def _candidates(self, logits: FloatRows) -> list[_Candidate]:
-        """The best continuations, the best first."""
+        """Return the best continuations, best first."""
         params = self.request.sampling
         if not params.greedy and params.temperature != 1.0:
             logits = logits * np.float32(1 / params.temperature)

@@ -1,4 +1,4 @@
-"""The protocol of the engine's add-ons: features that act on some sequences beside plain decoding."""
+"""Protocol of the engine's add-ons: per-sequence features beyond plain decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RequestError(ValueError):
-    """A request cannot run, or cannot go on. The message is for the client; `field` is the parameter at fault."""
+    """A request cannot run or continue. The message is for the client; `field` is the invalid parameter."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -26,75 +26,77 @@ Failures = list[tuple["Sequence", RequestError]]
 
 
 class Addon:
-    """A feature of the engine. No hook does anything unless it is overridden.
+    """A feature of the engine. The default implementation of every hook does nothing.
 
-    An add-on keeps what it knows of a sequence in `sequence.addons[self]`, which is freed with the sequence.
-    The add-ons of an engine are one list (`neso.engine.addons.standard_addons`); hooks are called in its order.
+    An add-on stores its state of a sequence in `sequence.addons[self]`, which is freed with the sequence. The add-ons
+    of an engine are listed in `neso.engine.addons.standard_addons`; hooks are called in the order of the list.
     """
 
     # -- life of a sequence -------------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence) -> None:
-        """A request is about to be queued: attach state. Raises `RequestError` to refuse the request."""
+        """Attach state before a request is queued. Raises `RequestError` to reject the request."""
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child` runs and continues on the blocks of `parent`; it has none of the parent's state yet."""
+        """Attach state to `child`, which runs and continues on the blocks of `parent`. `child` has no state of this
+        add-on yet.
+        """
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence has ended, in whatever state. Only needed to return what others own."""
+        """Return shared resources of a sequence that has ended, in any state."""
 
     # -- scheduling ---------------------------------------------------------------------------------------------
 
     def begin_step(self, scheduler: Scheduler) -> Failures:
-        """Called before every step is scheduled, for background work and proposals."""
+        """Do background work and propose drafts. Called before every step is scheduled."""
         return []
 
     def can_start(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may start now. Those behind it in the queue do not wait for it."""
+        """Whether a waiting sequence may start now. It does not block the sequences behind it in the queue."""
         return True
 
     def start(self, sequence: Sequence) -> None:
-        """A waiting sequence starts to run."""
+        """Called when a waiting sequence starts to run."""
 
     def stop(self, sequence: Sequence) -> None:
-        """A running sequence is preempted or released."""
+        """Called when a running sequence is preempted or released."""
 
     def has_work(self) -> bool:
         """Whether steps are needed to finish background work, even if no sequence waits for it."""
         return False
 
     def wait(self, timeout: float) -> None:
-        """No sequence can run: wait for background work, at most `timeout` seconds."""
+        """Wait for background work, at most `timeout` seconds. Called when no sequence can run."""
 
     # -- steps --------------------------------------------------------------------------------------------------
 
     def prepare(self, step: Step, scheduler: Scheduler) -> Failures:
-        """A step is scheduled: provide what its sequences need. Failed ones are removed from the step."""
+        """Provide the inputs of a scheduled step. Failed sequences are removed from the step."""
         return []
 
     def extend(self, step: Step) -> None:
-        """Add logits rows and extensions of the plan. Changes nothing but the step."""
+        """Add logits rows and plan extensions. Must not change anything except the step."""
 
     def update(self, step: Step, logits: Any, scheduler: Scheduler) -> list[SequenceOutput]:
-        """The step has run: take its results. `logits` are the runner's, by `step.logits_rows`."""
+        """Process the results of a step. `logits` are the runner's, indexed by `step.logits_rows`."""
         return []
 
     def observe(self, counts: StepCounts, seconds: float) -> None:
-        """How long a step took."""
+        """Called with the duration of a step in seconds."""
 
     # -- monitoring ---------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Fields of `EngineStats`."""
+        """Return fields of `EngineStats`."""
         return {}
 
     def check_integrity(self, scheduler: Scheduler) -> None:
-        """Raises `IntegrityError`."""
+        """Check the add-on's accounting. Raises `IntegrityError`."""
 
 
 A = TypeVar("A", bound=Addon)
 
 
 def overriding(addons: Iterable[A], hook: str) -> list[A]:
-    """The add-ons that have a hook: a step calls no others."""
+    """Return the add-ons that implement a hook, so that a step calls only those."""
     return [addon for addon in addons if getattr(type(addon), hook) is not getattr(Addon, hook)]

@@ -1,4 +1,4 @@
-"""The queue of waiting sequences, and the policies that decide when a waiting sequence may start."""
+"""Queue of waiting sequences, and the policies that decide when a waiting sequence may start."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class QueueFull(Exception):
 
 
 class WaitingQueue:
-    """Waiting sequences, sorted by `Sequence.order`, with limits of their number and their time in the queue.
+    """Waiting sequences, sorted by `Sequence.order`. Limits their number and the time they spend in the queue.
 
-    A priority level is worth `ageing_seconds` of waiting: for each level that a request is behind others, it goes
-    before those that arrive so much later. The order of two requests therefore never changes, and only requests that
-    arrived within a bounded time can delay a request: none starves. With 0 seconds priorities are strict.
+    A request goes before higher-priority requests that arrive more than `ageing_seconds` later per priority level of
+    difference. The order of two requests therefore never changes, and only requests that arrived within a bounded time
+    can delay a request, so no request starves. With 0 seconds, priorities are strict.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class WaitingQueue:
         self._max_size = max_size
         self._ageing_seconds = ageing_seconds
         self._clock = clock
-        self._limited: dict[int, Sequence] = {}  # by id: sequences with a time limit
-        # (deadline, sequence id), the next one first; entries that are not in `_limited` are stale.
+        self._limited: dict[int, Sequence] = {}  # sequences with a time limit, by id
+        # (deadline, sequence id), earliest first; entries that are not in `_limited` are stale.
         self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -50,22 +50,22 @@ class WaitingQueue:
 
     @property
     def num_paused(self) -> int:
-        """Preempted sequences."""
+        """Number of preempted sequences."""
         return sum(sequence.num_preemptions > 0 for sequence in self._sequences)
 
     def rank(self, priority: int) -> float:
-        """Sort key of a request that arrives now: lower goes first."""
+        """Return the sort key of a request that arrives now; lower goes first."""
         return self._clock() + priority * self._ageing_seconds if self._ageing_seconds else float(priority)
 
     def check_room(self) -> None:
-        """Raises `QueueFull`."""
+        """Check the queue's limit. Raises `QueueFull`."""
         if self._max_size is not None and len(self._sequences) >= self._max_size:
             raise QueueFull(
                 f"{len(self._sequences)} requests wait already, max_queue_size is {self._max_size}"
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Add a new sequence, or one that was preempted."""
+        """Add a new or preempted sequence."""
         bisect.insort(self._sequences, sequence, key=lambda s: s.order)
         limit = sequence.request.queue_timeout_ms
         if limit is not None and not sequence.num_preemptions:
@@ -83,7 +83,7 @@ class WaitingQueue:
             heapq.heapify(self._deadlines)
 
     def expired(self) -> list[Sequence]:
-        """Sequences that have exceeded queue_timeout_ms and never ran; each is returned once."""
+        """Return the sequences that have exceeded queue_timeout_ms and never ran; each is returned once."""
         found: list[Sequence] = []
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             _, sequence_id = heapq.heappop(self._deadlines)
@@ -99,26 +99,27 @@ STATIC_BATCHING: frozenset[GptModelType] = frozenset({"V1", "static"})
 
 
 class AdmissionPolicy(Protocol):
-    """Decides whether a waiting sequence may start, when there is a slot and budget; blocks are allocated afterwards.
+    """Decides whether a waiting sequence may start if there is a slot and token budget. Blocks are allocated
+    afterwards.
 
-    A sequence that may not start blocks those behind it (head-of-line blocking).
+    A sequence that may not start blocks the sequences behind it (head-of-line blocking).
     """
 
     def begin_step(self, running: Collection[Sequence], waiting: Iterable[Sequence]) -> None:
         """Called before a step is scheduled."""
 
     def considers(self, sequence: Sequence) -> bool:
-        """Whether `sequence`, the next in the queue, is eligible; called before its prefix is looked up."""
+        """Whether `sequence`, the head of the queue, is eligible; called before its prefix is looked up."""
 
     def admits(self, sequence: Sequence, running: Collection[Sequence]) -> bool:
-        """Whether `sequence`, the next in the queue, may start; its prefix hits are attached."""
+        """Whether `sequence`, the head of the queue, may start; its prefix hits are attached."""
 
     def draft_tokens(self, sequence: Sequence, num_new_tokens: int, num_draft_tokens: int) -> int:
-        """Number of draft tokens that a sequence may have in a step, beside new ones."""
+        """Return the number of draft tokens that a sequence may have in a step, in addition to its new tokens."""
 
 
 class MaxUtilization:
-    """Admits every sequence that gets blocks now. When they run out, a running sequence is preempted."""
+    """Admits every sequence for which blocks are available now. If blocks run out, a running sequence is preempted."""
 
     def begin_step(self, running: Collection[Sequence], waiting: Iterable[Sequence]) -> None:
         pass
@@ -134,10 +135,10 @@ class MaxUtilization:
 
 
 class GuaranteedNoEvict:
-    """Admits only if the cache has room for the maximum length of all running sequences: none is ever preempted.
+    """Admits a sequence only if the cache has room for the maximum length of all running sequences. Never preempts.
 
-    Shared blocks are counted once. A request whose own `n` sequences may not fit together runs alone, and only they
-    may preempt each other.
+    Shared blocks are counted once. A request whose `n` sequences may not fit together runs alone; only its own
+    sequences may preempt each other.
     """
 
     def __init__(self, kv: KVCacheManager) -> None:
@@ -160,7 +161,7 @@ class GuaranteedNoEvict:
 
 
 class StaticBatches:
-    """Forms a batch of the waiting sequences when nothing runs; the next one starts when all of them have ended.
+    """Forms a batch of waiting sequences when no sequence runs; the next batch starts when the whole batch has ended.
 
     Within a batch another policy decides. A sequence that does not fit starts the next batch.
     """
@@ -191,6 +192,6 @@ class StaticBatches:
 def admission_policy(
     policy: BatchSchedulerPolicy, model_type: GptModelType, kv: KVCacheManager, max_num_seqs: int
 ) -> AdmissionPolicy:
-    """The policy for the options `batch_scheduler_policy` and `gpt_model_type`."""
+    """Return the policy for the options `batch_scheduler_policy` and `gpt_model_type`."""
     chosen: AdmissionPolicy = GuaranteedNoEvict(kv) if policy == "guaranteed_no_evict" else MaxUtilization()
     return StaticBatches(chosen, max_num_seqs) if model_type in STATIC_BATCHING else chosen

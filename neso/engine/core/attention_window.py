@@ -16,10 +16,10 @@ class AttentionWindow:
     sinks: int = 0
 
     def blocks_outside_window(self, num_computed: int, block_size: int) -> range:
-        """Indices in a block table whose tokens no token from position `num_computed` on attends to."""
+        """Return the block-table indices whose tokens are not attended to from position `num_computed` on."""
         first = -(-self.sinks // block_size)
         return range(first, max(first, (num_computed - self.size + 1) // block_size))
 
     def max_blocks_in_window(self, num_new_tokens: int, block_size: int) -> int:
-        """Most blocks that a sequence holds in a step that adds `num_new_tokens` tokens."""
+        """Return the maximum number of blocks held by a sequence in a step that adds `num_new_tokens` tokens."""
         return -(-self.sinks // block_size) - (-(self.size - 1 + num_new_tokens) // block_size) + 1

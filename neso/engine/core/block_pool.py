@@ -1,4 +1,4 @@
-"""The blocks of the paged KV cache: reference counts, and the free blocks in order of reuse."""
+"""Blocks of the paged KV cache: reference counts, and the free blocks in reuse order."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from heapq import heapify, heappop, heappush
 from neso.generation.request import DEFAULT_PRIORITY
 
 _EMPTY = -1
-"""The queue of blocks without cached content."""
+"""Queue key of blocks without cached content."""
 
 
 class FreeBlocks:
-    """Free blocks in order of reuse: those without cached content, then by priority, the lowest first, then by age.
+    """Free blocks in reuse order: blocks without cached content first, then by lowest priority, then by age.
 
-    A block keeps the priority that `retain` gave it until it is reused, or until the retention ends.
+    A block keeps the priority set by `retain` until it is reused or the retention ends.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,7 +27,7 @@ class FreeBlocks:
         }
         self._order = [_EMPTY, DEFAULT_PRIORITY]
         self._queue_of: dict[int, int] = dict.fromkeys(range(num_blocks), _EMPTY)
-        self._priorities: dict[int, int] = {}  # other than the default
+        self._priorities: dict[int, int] = {}  # priorities other than the default
         self._until: dict[int, float] = {}
         self._ends: list[tuple[float, int]] = []  # a heap; entries that are not in `_until` are stale
 
@@ -38,7 +38,7 @@ class FreeBlocks:
         return block in self._queue_of
 
     def take(self) -> int:
-        """The next block to reuse. Raises `KeyError` if there is none."""
+        """Remove and return the next block to reuse. Raises `KeyError` if there is none."""
         if self._ends:
             self._end_retention(time.monotonic())
         for priority in self._order:
@@ -50,11 +50,11 @@ class FreeBlocks:
         raise KeyError("there is no free block")
 
     def remove(self, block: int) -> None:
-        """The block is in use again, for its content."""
+        """Remove a block because its cached content is used again."""
         del self._queues[self._queue_of.pop(block)][block]
 
     def add(self, block: int, *, content_cached: bool) -> None:
-        """The block is not in use any more; `content_cached`: the prefix cache knows its content."""
+        """Add a block that is no longer in use; `content_cached`: its content is in the prefix cache."""
         priority = self._priorities.get(block, DEFAULT_PRIORITY) if content_cached else _EMPTY
         self._queue_of[block] = priority
         self._queues[priority][block] = None
@@ -63,7 +63,7 @@ class FreeBlocks:
             self._forget(block)
 
     def retain(self, block: int, priority: int, seconds: float | None) -> None:
-        """Give a block in use a priority, for `seconds` or until it is reused."""
+        """Set the priority of a block in use, for `seconds` or until it is reused."""
         self._forget(block)
         if priority == DEFAULT_PRIORITY:
             return
@@ -76,7 +76,7 @@ class FreeBlocks:
             self._until[block] = end
             heappush(self._ends, (end, block))
             if len(self._ends) > 2 * self._num_blocks:
-                # Most entries are stale, and may be due only in weeks.
+                # Remove stale entries; most entries are stale, and they may expire only in weeks.
                 self._ends = [(end, block) for block, end in self._until.items()]
                 heapify(self._ends)
 
@@ -96,14 +96,14 @@ class FreeBlocks:
 
 
 class IntegrityError(AssertionError):
-    """The accounting is inconsistent: a block is lost, held twice, or free and held at once."""
+    """The accounting is inconsistent: a block is lost, held twice, or both free and held."""
 
 
 class BlockPool:
-    """Reference counts of `num_blocks` blocks, and the free ones in the order of their reuse.
+    """Reference counts of `num_blocks` blocks, and the free blocks in reuse order.
 
-    A free block may still hold a cached prefix: it is reused after those that do not, and `share` takes it into use.
-    Paged attention: https://arxiv.org/abs/2309.06180, section 4.
+    A free block may still hold a cached prefix. It is reused after the blocks without one, and `share` takes it into
+    use. Paged attention: https://arxiv.org/abs/2309.06180, section 4.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -123,19 +123,19 @@ class BlockPool:
         return self._references[block]
 
     def allocate(self) -> int:
-        """Take the first free block. Raises `KeyError` if there is none: check `num_free` before."""
+        """Take the first free block. Raises `KeyError` if there is none; check `num_free` before."""
         block = self._free.take()
         self._references[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """Add a reference to a block that is in use, or to a free one that holds a cached prefix."""
+        """Add a reference to a block in use, or to a free block that holds a cached prefix."""
         if self._references[block] == 0:
             self._free.remove(block)
         self._references[block] += 1
 
     def release(self, block: int, *, content_cached: bool) -> None:
-        """Remove a reference. Without references the block is free; it is reused last if its content is cached."""
+        """Remove a reference. A block without references is free; it is reused last if its content is cached."""
         self._references[block] -= 1
         if self._references[block] == 0:
             self._free.add(block, content_cached=content_cached)
@@ -143,11 +143,11 @@ class BlockPool:
             raise IntegrityError(f"block {block} was released more often than held")
 
     def retain(self, block: int, priority: int, seconds: float | None) -> None:
-        """Set the priority of a block in use, which counts once it is free."""
+        """Set the priority of a block in use; it applies once the block is free."""
         self._free.retain(block, priority, seconds)
 
     def check_integrity(self, holders: dict[int, int]) -> None:
-        """Compare with `holders`, block → how many block tables name it. Raises `IntegrityError`."""
+        """Compare with `holders`, block → number of block tables that contain it. Raises `IntegrityError`."""
         for block, count in enumerate(self._references):
             if count != holders.get(block, 0):
                 raise IntegrityError(

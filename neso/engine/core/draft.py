@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 Float32Array = npt.NDArray[np.float32]
 MAX_TREE_NODES = 63
-"""Of a draft tree: with its root, the last known token, it fits the 64 bits of a mask."""
+"""Maximum number of nodes of a draft tree: with its root, the last known token, it fits the 64 bits of a mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,19 @@ class DraftTree:
 
 
 class Distributions(Protocol):
-    """Distributions that draft tokens were drawn from: float32[N, vocab_size], or an object that computes its rows."""
+    """Distributions from which draft tokens were drawn: float32[N, vocab_size], or an object that computes its rows."""
 
     def __getitem__(self, number: int, /) -> Float32Array: ...
 
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """Proposals that a step computes together with the last known token; then they are accepted or rejected.
+    """Draft tokens that are computed in one step with the last known token, and then accepted or rejected.
 
     - token_ids[N]: a chain, or the nodes of `tree`
-    - probabilities: the distributions that the tokens were drawn from; None if they were not drawn at random
-    - acceptance_threshold: accept a token if the model's probability of it is at least this many times the
-      probability with which it was drawn; None for exact verification
+    - probabilities: the distributions from which the tokens were drawn; None if they were not drawn at random
+    - acceptance_threshold: accept a token if the model's probability of it is at least this multiple of its draft
+      probability; None for exact verification
     """
 
     token_ids: list[int]
@@ -65,7 +65,7 @@ class Draft:
         return len(self.token_ids)
 
     def path(self, node: int) -> list[int]:
-        """The tokens from the root to a node, itself included; empty for the root, -1."""
+        """Return the tokens from the root to a node, including the node; empty for the root, -1."""
         if self.tree is None:
             return self.token_ids[: node + 1]
         tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""KV-cache accounting: gives sequences the cache blocks that their tokens need, and takes them back.
+"""KV-cache accounting: allocates cache blocks for the tokens of sequences, and frees them.
 
 A block table, with block size 4, a prompt of 10 tokens of which 6 are computed:
 
@@ -25,13 +25,13 @@ BlockCopy = tuple[int, int]
 
 
 class KVCacheManager:
-    """Owns the block pool and the prefix cache. Nothing else changes block tables.
+    """Owns the block pool and the prefix cache. Block tables are changed only here.
 
     With a `window`, blocks outside the attention window of all layers are freed while their sequence runs.
 
-    - max_new_tokens: of a sequence in a step
-    - max_unregistered_tokens: of a sequence, computed by a step that is still running and therefore not registered in
-      the prefix cache yet
+    - max_new_tokens: maximum for a sequence in a step
+    - max_unregistered_tokens: maximum number of tokens of a sequence that are computed by a step in flight and
+      therefore not registered in the prefix cache yet
     """
 
     def __init__(
@@ -56,36 +56,37 @@ class KVCacheManager:
         self._caching = enable_prefix_caching
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def max_blocks_held(self, num_tokens: int) -> int:
-        """Most blocks that a sequence holds at a time until it has `num_tokens` tokens."""
+        """Return the maximum number of blocks that a sequence holds at a time until it has `num_tokens` tokens."""
         return min(self.blocks_for(num_tokens), self._max_held)
 
     def longest_sequence(self, num_tokens: int) -> int:
-        """The longest sequence that fits the whole cache, at most `num_tokens`."""
+        """Return the length of the longest sequence that fits the whole cache, at most `num_tokens`."""
         whole_cache = self.pool.num_blocks
         return (
             num_tokens if self.max_blocks_held(num_tokens) <= whole_cache else whole_cache * self.block_size
         )
 
     def blocks_to_come(self, sequence: Sequence) -> int:
-        """Upper limit of the blocks that a sequence and its pending forks may still allocate until they end."""
+        """Return an upper limit of the blocks that a sequence and its pending forks may still allocate."""
         whole = self.blocks_for(sequence.max_tokens)
         own = max(0, whole - len(sequence.block_table)) + self._writes_to_shared(sequence)
         of_a_fork = whole - sequence.num_prompt_tokens // self.block_size
         if self._window is not None:
-            # It frees blocks as it allocates new ones, but shared blocks do not return to the pool.
+            # A sequence frees blocks as it allocates new ones, but shared blocks do not return to the pool.
             forks = sequence.forks_pending
             own = min(own, self._max_held - (0 if forks else self._num_held_alone(sequence)))
             of_a_fork = min(of_a_fork, self._max_held)
         return own + sequence.forks_pending * of_a_fork
 
     def room_for_drafts(self, sequence: Sequence, num_new_tokens: int) -> int:
-        """Draft tokens that fit a step beside the new ones, in blocks that `blocks_to_come` counts.
+        """Return the number of draft tokens that fit a step beside the new tokens, in blocks counted by
+        `blocks_to_come`.
 
-        A tree may have more tokens than the sequence may have in the end.
+        A tree may have more tokens than the sequence can still generate.
         """
         room = self.blocks_for(sequence.max_tokens) * self.block_size - sequence.num_tokens
         return room if self._window is None else min(room, self._max_new_tokens - num_new_tokens)
@@ -93,7 +94,7 @@ class KVCacheManager:
     def attach_prefix(self, sequence: Sequence) -> None:
         """Start an empty sequence from the cached blocks of its longest known prefix.
 
-        A waiting sequence keeps its match: an attempt that follows only checks it, and looks for what comes next.
+        A waiting sequence keeps its match; the next attempt only validates and extends it.
         """
         sequence.cache_parent = sequence.cache_identity
         if not self._caching or sequence.needs_every_position:
@@ -115,7 +116,7 @@ class KVCacheManager:
         self._retain(sequence, range(len(found)))
 
     def _affordable(self, found: list[CachedBlock]) -> list[CachedBlock]:
-        """The first of these blocks that the pool has free blocks for; blocks in use need none."""
+        """Return the first of these blocks for which the pool has free blocks; blocks in use need none."""
         left = self.pool.num_free
         for i, cached in enumerate(found):
             if cached.block is None or self.pool.references(cached.block) == 0:
@@ -125,8 +126,8 @@ class KVCacheManager:
         return found
 
     def _hold(self, found: list[CachedBlock]) -> list[int]:
-        """Take the blocks of a prefix; those on the host are loaded into new blocks."""
-        # All are taken before the first is loaded: an allocation may evict blocks to the host, or from it.
+        """Take the blocks of a prefix; blocks on the host are loaded into new blocks."""
+        # Take all blocks before the first is loaded, because an allocation may evict blocks to the host, or from it.
         on_host = {}
         for cached in found:
             if cached.block is not None:
@@ -145,11 +146,11 @@ class KVCacheManager:
     def try_grow(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
         """Allocate the blocks for positions [num_computed_tokens, num_tokens); None if there are not enough.
 
-        Returns the block copies to do before the step writes.
+        Returns the block copies that must precede the writes of the step.
         """
         self._free_outside_window(sequence)
         shared = self._writes_to_shared(sequence)
-        # After a rejected draft the table may have more blocks than are needed.
+        # After a rejected draft, the table may have more blocks than needed.
         missing = max(0, self.blocks_for(num_tokens) - len(sequence.block_table))
         if missing + shared > self.pool.num_free:
             return None
@@ -159,7 +160,7 @@ class KVCacheManager:
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` share the blocks and the position of `parent`; its own blocks are released."""
+        """Make `child` share the blocks and the position of `parent`, and release the child's own blocks."""
         for block in _blocks(parent):
             self.pool.share(block)
         self.free(child)
@@ -185,7 +186,7 @@ class KVCacheManager:
         self._retain(sequence, full)
 
     def _retain(self, sequence: Sequence, places: range) -> None:
-        """Set the priorities that the request has for blocks of a sequence, given by index."""
+        """Set the request's retention priorities for blocks of a sequence, given by index."""
         retention = sequence.request.retention
         if retention is None:
             return
@@ -197,7 +198,7 @@ class KVCacheManager:
                 self.pool.retain(block, priority, None if milliseconds is None else milliseconds / 1000)
 
     def free(self, sequence: Sequence) -> None:
-        """Release all blocks, the last first: ends of prefixes are reused before their beginnings. Idempotent."""
+        """Release all blocks, last first, so that ends of prefixes are reused before their beginnings. Idempotent."""
         for block in reversed(_blocks(sequence)):
             self.pool.release(block, content_cached=block in self.prefix_cache)
         sequence.block_table = []
@@ -208,7 +209,7 @@ class KVCacheManager:
         sequence.cache_parent = None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Check that every block is either free, or referenced as often as block tables name it.
+        """Check that every block is free or referenced as often as it occurs in block tables.
 
         Raises `IntegrityError`.
         """
@@ -220,14 +221,14 @@ class KVCacheManager:
                 raise IntegrityError(f"sequence {sequence.id} has computed tokens beyond its block table")
 
     def _outside_window(self, sequence: Sequence) -> range:
-        """Indices in a block table that are outside the attention window."""
+        """Return the block-table indices outside the attention window."""
         if self._window is None:
             return range(0)
         return self._window.blocks_outside_window(sequence.num_computed_tokens, self.block_size)
 
     def _free_outside_window(self, sequence: Sequence) -> None:
         """Release the blocks that are outside the attention window."""
-        # Pending copies within the sequence read them.
+        # Pending slot copies within the sequence read these blocks.
         if sequence.slot_copies:
             return
         outside = self._outside_window(sequence)
@@ -248,7 +249,7 @@ class KVCacheManager:
         return block
 
     def _writes_to_shared(self, sequence: Sequence) -> bool:
-        """Whether the block that is written next is shared."""
+        """Whether the next block to write is shared."""
         first_written = sequence.num_computed_tokens // self.block_size
         return (
             first_written < len(sequence.block_table)
@@ -265,7 +266,7 @@ class KVCacheManager:
 
 
 def _blocks(sequence: Sequence) -> list[int]:
-    """The blocks that a sequence holds, in order."""
+    """Return the blocks of a sequence, in order."""
     if not sequence.num_window_freed_blocks:
         return sequence.block_table
     return [block for block in sequence.block_table if block != NO_BLOCK]

@@ -1,4 +1,4 @@
-"""The prefix cache: finds blocks that already hold the beginning of a prompt, on the device or in host memory."""
+"""Prefix cache: finds blocks that already hold the beginning of a prompt, on the device or in host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neso.engine.core.sequence import CacheToken
 
 
 class BlockTransfer(NamedTuple):
-    """A copy between a block of the device's cache and one of the host's: to the host if `store`, else from it."""
+    """A copy between a device block and a host block: to the host if `store`, otherwise from the host."""
 
     store: int
     device_block: int
@@ -22,7 +22,7 @@ class BlockTransfer(NamedTuple):
 
 @dataclass(slots=True)
 class HostCacheStats:
-    """Blocks stored on the host, loaded back, and evicted from it."""
+    """Number of blocks stored on the host, loaded back, and evicted from it."""
 
     stored_blocks: int = 0
     loaded_blocks: int = 0
@@ -30,10 +30,10 @@ class HostCacheStats:
 
 
 class HostCache:
-    """The second tier of the prefix cache: blocks in host memory, evicted in order of their age.
+    """Second tier of the prefix cache: blocks in host memory, oldest evicted first.
 
-    Blocks move between the tiers: a loaded block leaves the host. The next step executes the transfers in the order
-    in which they were made, before it writes anything.
+    Blocks move between the tiers: a loaded block leaves the host. The next step executes the transfers in the order in
+    which they were created, before it writes to the cache.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -47,12 +47,12 @@ class HostCache:
         return len(self._kept)
 
     def node_of(self, key: Hashable) -> int | None:
-        """The node of a prefix that is on the host."""
+        """Return the node of a prefix on the host; None if it is not there."""
         kept = self._kept.get(key)
         return kept[1] if kept is not None else None
 
     def store(self, key: Hashable, node: int, device_block: int) -> None:
-        """Store a block of the device that is about to be overwritten."""
+        """Store a device block that is about to be overwritten."""
         if not self._free and not self._kept:
             return  # the host has no blocks, or all are being loaded
         if not self._free:
@@ -65,28 +65,28 @@ class HostCache:
         self.stats.stored_blocks += 1
 
     def take(self, key: Hashable) -> int:
-        """Take a block out to load it: it is not overwritten before `load`. Raises `KeyError`."""
+        """Remove a block for loading; it is not overwritten before `load`. Raises `KeyError`."""
         host_block, _ = self._kept.pop(key)
         return host_block
 
     def load(self, host_block: int, device_block: int) -> None:
-        """Load a block that was taken."""
+        """Load a block returned by `take`."""
         self._transfers.append(BlockTransfer(0, device_block, host_block))
         self._free.append(host_block)
         self.stats.loaded_blocks += 1
 
     def forget(self, key: Hashable) -> None:
-        """Drop a block, if it is on the host: the device has the same content."""
+        """Drop a block if it is on the host, because the device has the same content."""
         if key in self._kept:
             self._free.append(self.take(key))
 
     def take_transfers(self) -> list[BlockTransfer]:
-        """The transfers for the next step."""
+        """Return the transfers for the next step."""
         transfers, self._transfers = self._transfers, []
         return transfers
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` if a block is lost, or used twice."""
+        """Raises `IntegrityError` if a block is lost or used twice."""
         blocks = [*self._free, *(block for block, _ in self._kept.values())]
         if sorted(blocks) != list(range(self.num_blocks)):
             raise IntegrityError(
@@ -105,7 +105,7 @@ Tokens = tuple[CacheToken, ...]
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Prompt tokens that were looked up, and that were found."""
+    """Number of prompt tokens that were looked up and found."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -118,7 +118,7 @@ class PrefixCacheStats:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """A full block, and the node that identifies the prefix up to its end. `block` None: it is on the host."""
+    """A full block, and the node that identifies the prefix up to its end. `block`: None if it is on the host."""
 
     block: int | None
     node: int
@@ -127,12 +127,12 @@ class CachedBlock:
 
 @dataclass(slots=True)
 class PrefixCache:
-    """A map (parent, tokens) -> cached block, where parent is the node of the block before.
+    """A map (parent, tokens) -> cached block, where parent is the node of the previous block.
 
     The first block's parent is the cache identity of the sequence (adapter version, salt), so prefixes of different
-    identities never match. The dictionary compares the tokens themselves: prefixes with the same hash cannot be
-    confused. Node numbers are never used again, so descendants of an evicted node are unreachable, and their blocks
-    are reused in turn. With a `host` tier, evicted blocks are stored there and keep their nodes.
+    identities never match. The dictionary compares the tokens themselves, so hash collisions are harmless. Node numbers
+    are never reused; descendants of an evicted node are unreachable, and their blocks are reused eventually. With a
+    `host` tier, evicted blocks are stored there and keep their nodes.
     """
 
     block_size: int
@@ -154,10 +154,10 @@ class PrefixCache:
         token_ids: list[int] | list[CacheToken],
         known: Iterable[CachedBlock] = (),
     ) -> list[CachedBlock]:
-        """The cached blocks of the longest known prefix, at least one token short of the whole.
+        """Return the cached blocks of the longest known prefix, excluding at least the last token.
 
-        The last token is always left to compute: its logits are what the request needs. `known` is an earlier match
-        of the same tokens: blocks that are still cached are not looked up again.
+        The last token is always computed, because the request needs its logits. `known` is an earlier match of the same
+        tokens; blocks that are still cached are not looked up again.
         """
         found = list(takewhile(self._is_current, known))
         parent = found[-1].node if found else identity
@@ -171,7 +171,7 @@ class PrefixCache:
         return found
 
     def lookup(self, key: tuple[Hashable, Tokens]) -> CachedBlock | None:
-        """The block that continues a prefix, on the device or on the host."""
+        """Return the block that continues a prefix, on the device or on the host."""
         cached = self._cached.get(key)
         if cached is None and (node := self.host.node_of(key)) is not None:
             return CachedBlock(None, node, key)
@@ -183,9 +183,9 @@ class PrefixCache:
         return self._key_of_block.get(cached.block) is cached.key
 
     def insert(self, parent: Hashable, tokens: Tokens, block: int) -> int:
-        """Register a full block; returns the node of the prefix that it ends.
+        """Register a full block; returns the node of the prefix that ends with it.
 
-        If another block has the same prefix, it stays cached and its node is returned.
+        If another block with the same prefix is cached, that block is kept and its node is returned.
         """
         key = (parent, tokens)
         known = self._cached.get(key)
@@ -200,7 +200,7 @@ class PrefixCache:
         return node
 
     def load(self, cached: CachedBlock, host_block: int, block: int) -> None:
-        """Load a host block that `host.take` returned into a block of the device."""
+        """Load a host block returned by `host.take` into a device block."""
         self.host.load(host_block, block)
         self._register(cached.key, cached.node, block)
 
@@ -209,7 +209,7 @@ class PrefixCache:
         self._key_of_block[block] = key
 
     def evict(self, block: int) -> None:
-        """Remove a block that is about to be overwritten, if it is cached; store it on the host."""
+        """Remove a block that is about to be overwritten from the cache, if present, and store it on the host."""
         key = self._key_of_block.pop(block, None)
         if key is not None:
             evicted = self._cached.pop(key)

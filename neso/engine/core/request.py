@@ -1,4 +1,4 @@
-"""Requests to the engine core, and its outputs. Both are sent over the engine's channel."""
+"""Requests to the engine core and its outputs. Both are sent over the engine channel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from neso.generation.request import CacheRetention, LoraRequest
 from neso.generation.sampling_params import SamplingParams
 
 PLACEHOLDER = 0
-"""The token id of a prompt position whose embedding is given or computed from an image."""
+"""Token id of a prompt position whose embedding is supplied or computed from an image."""
 
 
 class InputEmbeddings(msgspec.Struct, frozen=True, array_like=True):
@@ -28,12 +28,12 @@ class InputEmbeddings(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, positions: npt.NDArray[np.int32], rows: npt.NDArray[np.float32]) -> InputEmbeddings:
-        """From int32[E] and float32[E, hidden]."""
+        """Convert int32[E] and float32[E, hidden]."""
         return cls(positions.astype(np.int32).tobytes(), rows.astype(np.float32).tobytes(), rows.shape[1])
 
 
 class PromptImage(msgspec.Struct, frozen=True, array_like=True):
-    """An image of a prompt, as bytes: its embeddings are computed by the vision tower.
+    """An image in a prompt, as bytes. The vision tower computes its embeddings.
 
     - positions: int32[E], ascending; the prompt has `PLACEHOLDER` there
     - pixels: uint8[size, size, 3]
@@ -44,7 +44,9 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestDraft(msgspec.Struct, frozen=True, array_like=True):
-    """Draft tokens of the client; `logits`: float32[len(token_ids), vocab_size] as bytes, see `DraftTokens`."""
+    """Draft tokens supplied by the client; `logits`: float32[len(token_ids), vocab_size] as bytes, see
+    `DraftTokens`.
+    """
 
     token_ids: list[int]
     logits: bytes | None = None
@@ -52,16 +54,16 @@ class RequestDraft(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A validated request: the prompt fits the context, and `max_tokens` is within the model's length.
+    """A validated request: the prompt fits the context, and `max_tokens` is within the model length.
 
-    - end_token_ids: the model's own, unless ignore_eos, and the request's stop tokens
-    - bad_words: those of `sampling` as token sequences, with all their spellings
+    - end_token_ids: the model's own (unless ignore_eos) and the request's stop tokens
+    - bad_words: those of `sampling` as token sequences, in all spellings
     - priority: lower goes first; queue_timeout_ms: limit of the time until its first step
     - cache_identity: separates requests that must not share prefix-cache blocks (salt)
     - lora: the adapter to use
     - input_embeddings, images: content of placeholders in the prompt
     - pooling: compute an embedding of the prompt and generate nothing; `token_type_ids` are for encoders
-    - draft: tokens that the client expects; retention: priorities of the prompt's blocks in the cache
+    - draft: tokens expected by the client; retention: priorities of the prompt's blocks in the cache
     """
 
     request_id: str
@@ -95,16 +97,16 @@ class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Results of one step for one sequence.
 
-    - scheduled_ns: when it was first scheduled, in ns of the monotonic clock; with its first token
+    - scheduled_ns: time when it was first scheduled, in ns of the monotonic clock; sent with its first token
     - cached_tokens: prompt tokens found in the prefix cache
-    - cumulative_logprob: of a whole sequence that a beam search found
+    - cumulative_logprob: of a whole sequence found by beam search
     - context_logits, generation_logits: float32[n, vocab_size] as bytes, for positions of the prompt, and for each of
       `token_ids`
-    - preemptions: how often it had to start over; with its last token
+    - preemptions: number of preemptions; sent with its last token
     - pooled: the embedding, float32 as bytes
-    - draft_tokens: drafts computed; the first `accepted_draft_tokens` of `token_ids` are drafts
-    - error: reason, if the finish reason is ERROR; `error_field` names the parameter at fault; `refused`: the engine
-      had no room or time, so the request may be tried again
+    - draft_tokens: number of draft tokens computed; the first `accepted_draft_tokens` of `token_ids` are draft tokens
+    - error: reason, if the finish reason is ERROR; `error_field` names the invalid parameter; `refused`: the engine had
+      no capacity or time, so the request may be retried
     """
 
     request_id: str
@@ -131,7 +133,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def failed(
         cls, request_id: str, index: int, message: str, *, refused: bool = False, error_field: str = ""
     ) -> SequenceOutput:
-        """The output that ends a sequence with an error."""
+        """Return the output that ends a sequence with an error."""
         return cls(
             request_id=request_id,
             index=index,

@@ -1,4 +1,4 @@
-"""Decides what every step computes."""
+"""Scheduler: decides which tokens every step computes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PrefillBudget = Callable[[int, int], int | None]
 
 
 class Scheduler:
-    """Spends a token budget per step on letting sequences catch up; there are no phases.
+    """Spends a token budget per step on letting sequences catch up; there are no prefill or decode phases.
 
-    Running sequences go first, in order of priority and arrival, then waiting ones are admitted while there is room.
-    A sequence that cannot get its blocks takes them from the last running one, which starts over later (preemption by
-    recompute). The first in order can always continue, so there is no livelock.
+    Running sequences are scheduled first, in order of priority and arrival; then waiting sequences are admitted while
+    there is room. If a sequence cannot get its blocks, the last running sequence is preempted and recomputed later. The
+    first sequence in order can always continue, so there is no livelock.
 
-    `overlaps`: a step may be scheduled before the results of the last one are known.
+    `overlaps`: a step may be scheduled before the results of the previous one are known.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.max_queue_size, config.priority_ageing_seconds)
         self.num_preemptions = 0
         self.num_sync_only = 0
-        """Sequences, waiting or running, whose steps must not overlap."""
+        """Number of waiting and running sequences whose steps must not overlap."""
         self._policy = admission_policy(
             config.batch_scheduler_policy, config.gpt_model_type, self.kv, config.max_num_seqs
         )
@@ -70,7 +70,7 @@ class Scheduler:
     def add(self, request: EngineRequest, *, sync_only: bool = False) -> Sequence:
         """Queue a request. `sync_only`: see `Sequence`.
 
-        Raises `ValueError` if its id is in use or it can never run, `RequestError` if an add-on refuses it, and
+        Raises `ValueError` if its id is in use or it can never run, `RequestError` if an add-on rejects it, and
         `QueueFull` if too many requests wait.
         """
         if request.request_id in self._sequences_of:
@@ -106,17 +106,17 @@ class Scheduler:
         return sequence
 
     def sequences_of(self, request_id: str) -> list[Sequence]:
-        """The sequences of a request that are not released."""
+        """Return the unreleased sequences of a request."""
         return list(self._sequences_of.get(request_id, ()))
 
     def fork(self, parent: Sequence) -> list[Sequence]:
-        """Make the pending forks of `parent`, on its blocks."""
+        """Create the pending forks of `parent`, sharing its blocks."""
         children = [self.fork_one(parent, i + 1) for i in range(parent.forks_pending)]
         parent.forks_pending = 0
         return children
 
     def fork_one(self, parent: Sequence, index: int) -> Sequence:
-        """Make a running sequence of the same request on the blocks of `parent`."""
+        """Create a running sequence of the same request that shares the blocks of `parent`."""
         child = self._new_sequence(parent.request, index=index, token_ids=list(parent.token_ids))
         child.rank, child.arrival = parent.rank, parent.arrival
         child.num_cached_tokens = parent.num_cached_tokens
@@ -133,12 +133,12 @@ class Scheduler:
         return child
 
     def release(self, sequence: Sequence) -> None:
-        """End a sequence, in whatever state, and its group: free the blocks, and remove it everywhere. Idempotent."""
+        """End a sequence in any state, and its group: free its blocks and remove it from all queues. Idempotent."""
         for member in [sequence] if sequence.group is None else list(sequence.group.members):
             self.release_one(member)
 
     def release_request(self, request_id: str) -> list[Sequence]:
-        """Release all sequences that a request has left; returns them."""
+        """Release and return all remaining sequences of a request."""
         sequences = self.sequences_of(request_id)
         for sequence in sequences:
             self.release_one(sequence)
@@ -164,7 +164,7 @@ class Scheduler:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have a sequence left."""
+        """Number of requests with unreleased sequences."""
         return len(self._sequences_of)
 
     @property
@@ -174,10 +174,9 @@ class Scheduler:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def schedule(self, prefill_budget: PrefillBudget = lambda num_decoding, num_prompts: None) -> Step:
-        """Choose the sequences of the next step and give them their blocks.
+        """Choose the sequences of the next step and allocate their blocks.
 
-        `prefill_budget` limits the prompt tokens, given the number of sequences that decode, and of those that are
-        still prefilling.
+        `prefill_budget` limits the prompt tokens, given the numbers of decoding and of prefilling sequences.
         """
         step = Step()
         self._policy.begin_step(self.running, self.waiting)
@@ -190,7 +189,7 @@ class Scheduler:
         return step
 
     def advance(self, step: Step) -> None:
-        """The step is started: its tokens count as computed, drafts only when they are accepted."""
+        """Record that a step was started: its tokens count as computed, draft tokens only once they are accepted."""
         for scheduled in step.scheduled:
             sequence = scheduled.sequence
             if not sequence.released:
@@ -198,13 +197,13 @@ class Scheduler:
                 sequence.slot_copies = []
 
     def register(self, step: Step) -> None:
-        """The step has succeeded: other sequences may use the blocks that it filled."""
+        """Record that a step succeeded: other sequences may use the blocks that it filled."""
         for scheduled in step.scheduled:
             if not scheduled.sequence.released:
                 self.kv.register_full_blocks(scheduled.sequence)
 
     def check_integrity(self) -> None:
-        """Check the conservation of blocks and the queues. Raises `IntegrityError`."""
+        """Check that no blocks are lost and that the queues are consistent. Raises `IntegrityError`."""
         sequences = [*self.running, *self.waiting]
         self.kv.check_integrity(sequences)
         if self.num_sync_only != sum(sequence.sync_only for sequence in sequences):
@@ -216,7 +215,7 @@ class Scheduler:
         i = 0
         while i < len(self.running):
             sequence = self.running[i]
-            # Every sequence behind gets at least a token: a long prompt must not stall decoding.
+            # Leave at least one token for every sequence behind, so that a long prompt does not stall decoding.
             behind = len(self.running) - i - 1
             scheduled = self._allot(sequence, budget - behind)
             if scheduled.num_new_tokens == 0:
@@ -261,14 +260,14 @@ class Scheduler:
             slots -= 1 + sequence.forks_pending
 
     def _allot(self, sequence: Sequence, budget: int) -> ScheduledSequence:
-        """The tokens of a sequence in this step; none if it has to wait for a later one."""
+        """Return the tokens of a sequence in this step; none if it must wait for a later step."""
         wanted = sequence.num_ready_tokens
         if wanted > 1:
             wanted = min(wanted, self._prefill_left)
         num_new = min(wanted, self.config.max_prefill_chunk, budget)
         scheduled = ScheduledSequence(sequence, num_new)
         if sequence.draft is not None and num_new > 0 and scheduled.samples:
-            # The root of a tree is the first new token.
+            # The root of a tree must be the first new token.
             if sequence.draft.tree is not None and num_new > 1:
                 return scheduled
             num_drafts = min(len(sequence.draft), budget - num_new)
@@ -277,7 +276,9 @@ class Scheduler:
         return scheduled
 
     def _grow(self, scheduled: ScheduledSequence) -> list[BlockCopy] | None:
-        """Allocate its blocks, without the draft if there are not enough; None if there are too few even so."""
+        """Allocate the blocks of a scheduled sequence, without its draft if needed; None if there are too few
+        blocks.
+        """
         copies = self.kv.try_grow(scheduled.sequence, scheduled.end)
         if copies is None and scheduled.num_draft_tokens:
             scheduled.drop_drafts()
@@ -317,7 +318,7 @@ class Scheduler:
 
     def _collapse(self, group: SequenceGroup, step: Step) -> Sequence:
         """Reduce a group to one member with the common tokens, and remove the group from the step."""
-        # Its block copies stay in the step: their targets are not allocated again before the next one.
+        # The group's block copies stay in the step: their targets are not reallocated before the next step.
         step.scheduled = [scheduled for scheduled in step.scheduled if scheduled.sequence.group is not group]
         leader, *others = group.members
         leader.token_ids = group.common_prefix()
@@ -328,7 +329,7 @@ class Scheduler:
         return leader
 
     def _blocks_at_most(self, request: EngineRequest) -> int:
-        """Blocks that a request needs when it runs alone."""
+        """Return the number of blocks that a request needs when it runs alone."""
         longest = len(request.prompt_token_ids) + request.max_tokens
         shared = len(request.prompt_token_ids) // self.config.block_size
         width = request.sampling.beam_width

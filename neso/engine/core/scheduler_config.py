@@ -11,7 +11,7 @@ from neso.engine.core.admission import STATIC_BATCHING, BatchSchedulerPolicy, Gp
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a step and the policy of the scheduler. The descriptions are the help texts of the options."""
+    """Step limits and the scheduling policy. The descriptions are the help texts of the options."""
 
     max_num_seqs: Annotated[int, Meta(description="Maximum number of sequences in a step.")] = 64
     max_num_batched_tokens: Annotated[int, Meta(description="Token budget of a step.")] = 1024
@@ -44,7 +44,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_flight_batching(self) -> bool:
-        """Whether requests start while others run."""
+        """Whether requests can start while others run."""
         return self.gpt_model_type not in STATIC_BATCHING
 
     def __post_init__(self) -> None:

@@ -8,8 +8,9 @@ import msgspec
 
 
 class StepCounts(NamedTuple):
-    """Contents of a step: sequences that decode, and that are still prefilling; all new tokens, those of prompts, and
-    those of drafts."""
+    """Contents of a step: number of decoding and prefilling sequences, and of all new tokens, prompt tokens and draft
+    tokens.
+    """
 
     num_decoding: int = 0
     num_context: int = 0
@@ -19,11 +20,11 @@ class StepCounts(NamedTuple):
 
 
 class DraftStats(msgspec.Struct, array_like=True):
-    """Speculative decoding since the start.
+    """Speculative-decoding counters since the start.
 
-    - drafts: drafts that were computed, one for each sequence and step
-    - draft_tokens: tokens in all of them; accepted_tokens: those that were accepted
-    - accepted_at: how many drafts had at least 1, 2, ... tokens accepted
+    - drafts: computed drafts, one per sequence and step
+    - draft_tokens: tokens in all drafts; accepted_tokens: accepted draft tokens
+    - accepted_at: number of drafts with at least 1, 2, ... accepted tokens
     """
 
     drafts: int = 0
@@ -42,18 +43,18 @@ class DraftStats(msgspec.Struct, array_like=True):
             self.accepted_at[place] += 1
 
     def copy(self) -> DraftStats:
-        """A snapshot."""
+        """Return a snapshot."""
         return DraftStats(self.drafts, self.draft_tokens, self.accepted_tokens, list(self.accepted_at))
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges as of the last step, and counters since the start.
 
-    - num_requests: requests that are not done; num_running, num_waiting: sequences; num_paused: waiting sequences that
-      were preempted
+    - num_requests: unfinished requests; num_running, num_waiting: sequences; num_paused: waiting sequences that were
+      preempted
     - num_decoding, num_context, num_batched_tokens, num_context_tokens: see `StepCounts`
-    - num_host_blocks: blocks in the host tier of the cache; host_loaded_blocks: blocks that came back from it
-    - host_memory, device_memory: bytes, of the engine's process and on its device
+    - num_host_blocks: blocks in the host tier of the cache; host_loaded_blocks: blocks loaded back from it
+    - host_memory, device_memory: bytes used by the engine process and on its device
     """
 
     step: int = 0

@@ -1,4 +1,4 @@
-"""One engine step: the scheduled sequences, and how their tokens and logits rows are laid out for the runner."""
+"""One engine step: the scheduled sequences, and the layout of their tokens and logits rows for the runner."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from neso.engine.core.step_plan import NO_TRANSFERS, Int32Array, StepPlan
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """A sequence in a step: `num_new_tokens` are computed, from its `num_computed_tokens` on.
+    """A sequence in a step: computes `num_new_tokens` tokens, starting at `num_computed_tokens`.
 
-    The last `num_draft_tokens` of them are the first ones of its draft. `query_start`: flat position of the first.
+    The last `num_draft_tokens` of them are the first tokens of its draft. `query_start`: flat position of the first.
     """
 
     sequence: Sequence
@@ -29,35 +29,35 @@ class ScheduledSequence:
 
     @property
     def end(self) -> int:
-        """Position behind the last new token."""
+        """Position after the last new token."""
         return self.sequence.num_computed_tokens + self.num_new_tokens
 
     @property
     def samples(self) -> bool:
-        """Whether the last known token is computed, so that the next can be sampled."""
+        """Whether the last known token is computed, so that the next one can be sampled."""
         return self.end - self.num_draft_tokens == len(self.sequence.token_ids)
 
     @property
     def decodes(self) -> bool:
-        """Whether only the last known token and drafts are computed."""
+        """Whether only the last known token and draft tokens are computed."""
         return self.num_new_tokens - self.num_draft_tokens == 1 and self.samples
 
     def drop_drafts(self) -> None:
-        """Compute no draft tokens."""
+        """Remove the draft tokens from the step."""
         self.num_new_tokens -= self.num_draft_tokens
         self.num_draft_tokens = 0
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """What the scheduler decided, and after `lay_out` the rows of logits.
+    """The scheduler's decision and, after `lay_out`, the logits rows.
 
     - scheduled: the sequences, in the order of the plan
-    - sampled: those whose next tokens are sampled. Their logits rows come first: for each, one row and one more for
+    - sampled: sequences whose next tokens are sampled. Their logits rows come first: one row per sequence, plus one for
       each pending fork (the same position, repeated) or each draft token
     - logits_rows: flat positions whose logits are computed; add-ons append theirs with `add_logits_rows`
-    - extensions: fields of `StepPlan` that add-ons provide
-    - addon_data: what add-ons remember from `extend` for `update`
+    - extensions: fields of `StepPlan` provided by add-ons
+    - addon_data: data passed from an add-on's `extend` to its `update`
     """
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Step:
         return sum(scheduled.num_new_tokens for scheduled in self.scheduled)
 
     def users(self, addon: object) -> list[ScheduledSequence]:
-        """The scheduled sequences for which an add-on has state."""
+        """Return the scheduled sequences that have state of an add-on."""
         if self._users is None:
             self._users = {}
             for scheduled in self.scheduled:
@@ -88,12 +88,12 @@ class Step:
         return self._users.get(addon, [])
 
     def drop_released(self) -> None:
-        """Remove sequences that were released after they were scheduled."""
+        """Remove sequences that were released after scheduling."""
         self.scheduled = [s for s in self.scheduled if not s.sequence.released]
         self._users = None
 
     def lay_out(self) -> None:
-        """Put the new tokens one after another, and assign logits rows to the sequences that sample."""
+        """Lay out the new tokens contiguously, and assign logits rows to the sequences that sample."""
         position = num_decoding = num_drafts = 0
         for scheduled in self.scheduled:
             scheduled.query_start = position
@@ -116,13 +116,13 @@ class Step:
         )
 
     def add_logits_rows(self, positions: Iterable[int]) -> range:
-        """Have the logits of flat positions computed; returns their rows."""
+        """Request the logits of flat positions; returns their rows."""
         first = len(self.logits_rows)
         self.logits_rows += positions
         return range(first, len(self.logits_rows))
 
     def plan(self, number: int) -> StepPlan:
-        """The arrays for the runner. At least one sequence must be scheduled."""
+        """Create the arrays for the runner. At least one sequence must be scheduled."""
         token_ids: list[int] = []
         for scheduled in self.scheduled:
             sequence, num_drafts = scheduled.sequence, scheduled.num_draft_tokens

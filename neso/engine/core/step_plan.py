@@ -1,4 +1,4 @@
-"""The input of a runner for one step: immutable arrays, so that a step can be recorded and replayed."""
+"""Input of a runner for one step: immutable arrays, so that a step can be recorded and replayed."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ class StepPlan:
         return (np.repeat(self.num_computed, np.diff(self.query_start)) + self.tree_depths).astype(np.int32)
 
     def slot_positions(self) -> Int32Array:
-        """The position whose slot each new token is written to, int32[T]: its own, except in a tree."""
+        """The position whose slot each new token is written to, int32[T]; differs from `positions` only in a tree."""
         lengths = np.diff(self.query_start)
         starts = np.repeat(self.num_computed - self.query_start[:-1], lengths)
         return (starts + np.arange(self.num_tokens, dtype=np.int32)).astype(np.int32)
 
     def moved_slots(self, block_size: int) -> tuple[Int32Array, Int32Array]:
-        """Cache slots to copy from, and to, for `slot_copies`."""
+        """Return the cache slots to copy from, and to, for `slot_copies`."""
         rows, sources, targets = self.slot_copies.T
         return (
             self.block_tables[rows, sources // block_size] * block_size + sources % block_size,
@@ -105,20 +105,20 @@ class StepPlan:
         )
 
     def slots(self, block_size: int) -> Int32Array:
-        """Cache slot (block * block_size + offset) that every new token is written to, int32[T]."""
+        """Return the cache slot (block * block_size + offset) that every new token is written to, int32[T]."""
         positions = self.slot_positions()
         rows = np.repeat(np.arange(self.num_sequences), np.diff(self.query_start))
         return self.block_tables[rows, positions // block_size] * block_size + positions % block_size
 
     def dump(self, path: Path) -> None:
-        """Write to an .npz file that `load` reads."""
+        """Write the plan to an .npz file for `load`."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         arrays = {name: np.asarray(value) for name, value in values.items() if value is not None}
         np.savez(path, allow_pickle=False, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> StepPlan:
-        """Read what `dump` wrote."""
+        """Read a file written by `dump`."""
         with np.load(path) as saved:
             arrays = {name: saved[name] for name in saved.files}
         return cls(**{**arrays, "step": int(arrays["step"])})

@@ -1,1 +1,1 @@
-"""Guided decoding: output that fits a JSON schema, a regular expression, a grammar, by masks over the vocabulary."""
+"""Guided decoding: constrains output to a JSON schema, regular expression or grammar with token masks."""

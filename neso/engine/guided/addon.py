@@ -1,4 +1,6 @@
-"""Guided decoding as an add-on of the engine core: waits for grammars, masks logits, follows the tokens."""
+"""Guided decoding as an add-on of the engine core: waits for grammars, masks logits, and advances grammars by
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """The model that grammars are compiled for, and its vocabulary size. `timeout`: seconds to compile a grammar."""
+    """The model for which grammars are compiled, and its vocabulary size. `timeout`: seconds to compile a grammar."""
 
     model: str
     vocab_size: int
     timeout: float
 
     def open(self) -> GrammarCompiler:
-        """A compiler, which imports llguidance and loads the tokenizer with the first grammar."""
+        """Create a compiler, which imports llguidance and loads the tokenizer with the first grammar."""
         from neso.engine.guided.compiler import GrammarCompiler
         from neso.engine.text.tokenizer import Tokenizer
 
@@ -41,7 +43,7 @@ class GrammarSource:
 
 @dataclass(slots=True, eq=False)
 class _GuidedSequence:
-    """State of a sequence. `grammar` None: it is being compiled. `error`: computing a mask failed."""
+    """State of a sequence. `grammar`: None while it is being compiled. `error`: computing a mask failed."""
 
     compilation: Compilation
     grammar: CompiledGrammar | None = None
@@ -50,7 +52,7 @@ class _GuidedSequence:
 
 
 class GuidedDecodingAddon(Addon):
-    """Holds sequences until their grammars are compiled. `source` None: the engine has no tokenizer."""
+    """Holds sequences until their grammars are compiled. `source`: None if the engine has no tokenizer."""
 
     def __init__(self, source: GrammarSource | None = None) -> None:
         self._source = source
@@ -58,9 +60,9 @@ class GuidedDecodingAddon(Addon):
         self._compiling: list[Sequence] = []
 
     def prepare_compiler(self) -> None:
-        """Start the compiler now, not with the first grammar, and wait until it is ready.
+        """Start the compiler before the first grammar, and wait until it is ready.
 
-        Building llguidance's tokenizer holds the interpreter lock, which would stop the engine for that time.
+        Building llguidance's tokenizer holds the GIL, which would stall the engine.
         """
         if self._source is not None and self._compiler is None:
             self._compiler = self._source.open()
@@ -123,10 +125,11 @@ class GuidedDecodingAddon(Addon):
     def row_masks(
         self, step: Step, sequences: list[Sequence], drafts: list[Draft | None], num_drafts: list[int]
     ) -> RowMasks | None:
-        """Masks of the rows of a step's logits, 1 + num_drafts[i] for sequence i; None if no row is masked.
+        """Return masks of the step's logits rows, 1 + num_drafts[i] for sequence i; None if no row is masked.
 
-        Called after the model was started: on a device it runs in the meantime. A sequence whose mask fails is not
-        masked; `accept_token` raises. Rows after a draft token that does not fit are not masked: it is rejected.
+        Called after the model was launched, so masks are computed while a device runs the model. If computing a mask
+        fails, the sequence is not masked and `accept_token` raises. Rows after an invalid draft token are not masked,
+        because the token is rejected.
         """
         if not step.users(self):
             return None
@@ -165,9 +168,9 @@ class GuidedDecodingAddon(Addon):
         return masks
 
     def accept_token(self, sequence: Sequence, token_id: int, *, ends: bool) -> bool:
-        """Advance by the next token of a sequence, which `ends` it or is text; returns whether the text is complete.
+        """Advance the grammar by the next token of a sequence; returns whether the text is complete.
 
-        Raises `RequestError`.
+        `ends`: the token ends the sequence and is not text. Raises `RequestError`.
         """
         state: _GuidedSequence | None = sequence.addons.get(self)
         if state is None:
@@ -181,7 +184,7 @@ class GuidedDecodingAddon(Addon):
 
 
 def _compiled(compilation: Compilation) -> CompiledGrammar:
-    """Raises `GrammarError`."""
+    """Return the result of a compilation. Raises `GrammarError`."""
     result = compilation.result
     if not isinstance(result, CompiledGrammar):
         raise result or GrammarError("cannot be compiled")

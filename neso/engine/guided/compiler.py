@@ -25,12 +25,12 @@ from neso.generation import GuidedDecoding
 logger = logging.getLogger(__name__)
 
 COMPILE_STACK = 64 << 20
-"""Stack of a compiler thread in bytes: grammars are parsed recursively."""
+"""Stack size of a compiler thread in bytes; grammars are parsed recursively."""
 NUM_THREADS = 2
 MAX_CACHED = 256
 MAX_PENDING = 512
 ERROR_TTL = 60.0
-"""Seconds after which a failed grammar is compiled again: it may have failed because the machine was busy."""
+"""Seconds after which a failed grammar is compiled again, because the failure may have been caused by load."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,14 +47,14 @@ class Compilation:
         self.done.set()
 
     def failed_before(self, moment: float) -> bool:
-        """Whether it failed before a time of the monotonic clock."""
+        """Whether the compilation failed before a time of the monotonic clock."""
         return isinstance(self.result, GrammarError) and self.finished_at < moment
 
 
 class GrammarCompiler:
-    """Compiles and caches grammars of one model. Errors are cached, too.
+    """Compiles and caches grammars of one model. Errors are cached as well.
 
-    Each grammar is checked in a separate process first (`GrammarSandbox`). Nothing is loaded before the first request.
+    Each grammar is first checked in a separate process (`GrammarSandbox`). Nothing is loaded before the first request.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, timeout: float) -> None:
@@ -64,11 +64,11 @@ class GrammarCompiler:
         weakref.finalize(self, self._pool.close)
 
     def compile(self, guided: GuidedDecoding) -> Compilation:
-        """The compilation of a grammar, which may be new, running or done. Does not wait.
+        """Return the compilation of a grammar, which may be new, running or done. Does not wait.
 
-        Raises `GrammarError` when too many are waiting.
+        Raises `GrammarError` if too many compilations are waiting.
         """
-        # The key has the grammar, not the name of the request field.
+        # The key contains the grammar, but not the name of the request field.
         key = tuple(v for n, v in msgspec.structs.asdict(guided).items() if n != "source_field")
         known = self._cache.get(key)
         if known is not None and not known.failed_before(time.monotonic() - ERROR_TTL):
@@ -83,12 +83,12 @@ class GrammarCompiler:
         return compilation
 
     def wait(self, timeout: float) -> None:
-        """Wait until a compilation ends, at most `timeout` seconds."""
+        """Wait for the end of a compilation, at most `timeout` seconds."""
         self._pool.wait(timeout)
 
 
 class _CompilerPool:
-    """The threads and their queue. It has no reference to the compiler, whose finalizer ends the threads."""
+    """Compiler threads and their queue. It does not reference the compiler, so the compiler's finalizer can stop it."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, timeout: float) -> None:
         self._load_tokenizer = load_tokenizer
@@ -117,7 +117,7 @@ class _CompilerPool:
             self._some_done.clear()
 
     def close(self) -> None:
-        """Let the threads end after their current compilation."""
+        """Stop the threads after their current compilation."""
         self._closed = True
         for _ in range(self._num_threads):
             self._queue.put(None)
@@ -137,7 +137,7 @@ class _CompilerPool:
                     compilation.finish(tokens.compile(compilation.guided, sandbox))
                 except GrammarError as error:
                     compilation.finish(error)
-                except BaseException as error:  # a panic in the library is no Exception
+                except BaseException as error:  # a panic in the library is not an Exception
                     logger.error("compiling a grammar failed", exc_info=error)
                     compilation.finish(GrammarError(f"cannot be compiled: {error}"))
                 self._some_done.set()
@@ -154,7 +154,7 @@ class _CompilerPool:
 
 @dataclass(frozen=True, slots=True)
 class _ModelTokens:
-    """Data of a model for compiling grammars."""
+    """Data of a model that is needed to compile grammars."""
 
     table: TokenTable
     special_tokens: dict[str, int]
@@ -166,7 +166,7 @@ class _ModelTokens:
         return cls(table, table.special_tokens(), table.ll_tokenizer())
 
     def compile(self, guided: GuidedDecoding, sandbox: GrammarSandbox) -> CompiledGrammar:
-        """Raises `GrammarError`."""
+        """Compile a grammar. Raises `GrammarError`."""
         grammar = grammar_text(guided, self.special_tokens)
         try:
             sandbox.check(grammar)
@@ -179,7 +179,7 @@ class _ModelTokens:
 
 
 def _start_thread(target: Callable[[], None], name: str) -> None:
-    # The size of the stack is that of all threads made from now on, so it is set back at once.
+    # The stack size applies to all threads created from now on, so it is reset at once.
     before = threading.stack_size(COMPILE_STACK)
     try:
         threading.Thread(target=target, name=name, daemon=True).start()

@@ -17,7 +17,7 @@ _MAX_DEPTH = 32
 
 
 def structural_tag_lark(tag: Mapping[str, Any], special_tokens: Mapping[str, int]) -> str:
-    """The Lark grammar of a structural tag. Raises `ValueError` for an invalid one.
+    """Convert a structural tag to a Lark grammar. Raises `ValueError` if the tag is invalid.
 
     A trigger that is the name of a special token matches that token, not its text.
     """
@@ -41,7 +41,7 @@ def _read_format(tag: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Writer:
-    """Writes each format as a rule; there is a method for each type of format."""
+    """Writes each format as a rule, with one method per format type."""
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._special = special_tokens
@@ -50,7 +50,7 @@ class _Writer:
 
     def write(self, format: Mapping[str, Any]) -> str:
         start = self._expression(format)
-        # The bare text is a terminal, so that it is one lexeme however often it is used.
+        # Free text is a terminal, so it is a single lexeme however often it is used.
         return "\n".join([f"start: {start}", *self._rules, f"TEXT: {_TEXT}"])
 
     def _expression(self, format: Mapping[str, Any]) -> str:
@@ -94,7 +94,7 @@ class _Writer:
         return f"{self._expression(content)} {self._literal(end)}"
 
     def _text_up_to(self, end: str) -> str:
-        """Any text up to and including the first `end`."""
+        """Write a rule for any text up to and including the first `end`."""
         if end in self._special:
             return self._rule(f"TEXT {self._literal(end)}")
         return self._rule(f"TEXT {self._literal(end)}", "[lazy]")
@@ -170,7 +170,7 @@ def _mappings(values: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be used. The message is for the client."""
+    """A grammar is invalid or not supported. The message is for the client."""
 
 
 class MatcherError(RuntimeError):
@@ -178,12 +178,12 @@ class MatcherError(RuntimeError):
 
 
 def quoted(text: str) -> str:
-    """A string literal."""
+    """Return a string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def literal(text: str, special_tokens: Mapping[str, int]) -> str:
-    """`text` as part of a rule: literals, and special tokens that it names. Empty for no text."""
+    """Return `text` as part of a rule: string literals and the special tokens in it. Empty for empty text."""
     if not text:
         return ""
     names = [
@@ -196,11 +196,11 @@ def literal(text: str, special_tokens: Mapping[str, int]) -> str:
 
 
 WHITESPACE = r"\n[ \t]{0,32}| "
-"""Default white space between JSON tokens; unlimited newlines would let some models generate nothing else."""
+"""Default white space between JSON tokens. With unlimited newlines, some models would generate nothing else."""
 
 
 def with_white_space(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """The schema with llguidance's white-space `options`, which override its own; by default `WHITESPACE`."""
+    """Return the schema with llguidance's white-space `options`, which override its own; `WHITESPACE` by default."""
     own = schema.get("x-guidance")
     options = {**(own if isinstance(own, dict) else {}), **options}
     if options.get("whitespace_flexible", True):
@@ -209,18 +209,19 @@ def with_white_space(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 MAX_GRAMMAR_SIZE = 1 << 20
-"""Limit of the characters of a schema, expression or grammar."""
+"""Maximum number of characters of a schema, expression or grammar."""
 MAX_GBNF_SIZE = 1 << 16
-"""Limit of the characters of a GBNF grammar, which is converted in Python."""
+"""Maximum number of characters of a GBNF grammar, which is converted in Python."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
-"""Disables forced tokens: the model chooses how to tokenize text that a grammar forces. To choose itself, the library
-would follow all forced text at once, which takes seconds for `a{1000000}`."""
+"""Disables forced tokens: the model chooses the tokenization of text that a grammar forces. Otherwise the library would
+expand all forced text at once, which takes seconds for `a{1000000}`.
+"""
 
 
 def grammar_text(guided: GuidedDecoding, special_tokens: Mapping[str, int]) -> str:
-    """llguidance's text of the grammar. `special_tokens`: ids by name.
+    """Convert guided-decoding options to grammar text for llguidance. `special_tokens`: ids by name.
 
-    Raises `GrammarError` for what is no grammar of its kind; more is found when it is compiled.
+    Raises `GrammarError` for an invalid grammar; further errors are found by compilation.
     """
     source = getattr(guided, guided.kind)
     if isinstance(source, str) and len(source) > MAX_GRAMMAR_SIZE:
@@ -241,7 +242,7 @@ def grammar_text(guided: GuidedDecoding, special_tokens: Mapping[str, int]) -> s
         raise
     except (ValueError, RecursionError) as error:
         raise GrammarError(str(error) or type(error).__name__) from None
-    # The last of such lines counts, and errors have the lines of the client.
+    # The last of these lines applies. It is appended so that line numbers in errors are those of the client.
     return LLMatcher.grammar_from_lark(f"{lark}\n{NO_FORCING}\n")
 
 
@@ -251,14 +252,14 @@ _CONTEXT = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 
 
 def clean_message(kind: str, message: str) -> str:
-    """The compiler's message without positions in generated text."""
+    """Return the compiler's message without positions in generated text."""
     if kind == "grammar":
         return "\n".join(line for line in message.split("\n") if NO_FORCING not in line)
     return _CONTEXT.sub("", _POSITION.sub("", message)).removeprefix("failed to compile JSON schema: ")
 
 
 def _schema(guided: GuidedDecoding) -> dict[str, Any]:
-    """The schema with the request's white-space options."""
+    """Return the schema with the request's white-space options."""
     schema: Any = json.loads(guided.json) if isinstance(guided.json, str) else True
     if schema is True:
         schema = {"type": "object"}

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 MAX_LEXER_STATES = 50_000
-"""Limit of the lexer states of a sequence."""
+"""Maximum number of lexer states of a sequence."""
 NOTHING_FITS = "no text that this model can write fits it"
 MAX_MESSAGE_LENGTH = 500
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> tuple[LLMatcher, str]:
-    """A matcher in its initial state, and the error in its grammar, empty if there is none."""
+    """Return a matcher in its initial state, and the error in its grammar; "" if there is none."""
     from llguidance import LLMatcher, LLParserLimits
 
-    # The library's own limits bound most grammars. Each sequence has its states of the lexer, of 1 to 2 kB.
+    # The library's own limits bound most grammars. Each sequence has its own lexer states, 1 to 2 kB each.
     limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
-        # The first mask makes the first states of the lexer, which copies then have.
+        # The first mask creates the first lexer states, which are then shared by copies.
         matcher.compute_bitmask()
         if matcher.is_stopped() and not matcher.is_error():
             return matcher, NOTHING_FITS
@@ -37,7 +37,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> tuple[LLMatcher, str]:
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """The error message of a matcher, empty if there is none."""
+    """Return the error message of a matcher; "" if there is none."""
     if not matcher.is_error():
         return ""
     message: str = matcher.get_error().replace("<non-verbose/>", "").strip()
@@ -58,22 +58,22 @@ class CompiledGrammar:
     vocab_size: int
 
     def start(self, end_token_ids: Iterable[int]) -> GrammarMatcher:
-        """A guide for a new sequence; `end_token_ids` are allowed when its text is complete."""
+        """Create a matcher for a new sequence; `end_token_ids` are allowed when its text is complete."""
         return GrammarMatcher(self.matcher.deep_copy(), self.vocab_size, end_token_ids)
 
 
 class GrammarMatcher:
-    """The grammar's state after the tokens of one sequence.
+    """The grammar state after the tokens of one sequence.
 
-    For speculative decoding: `fill_after` gives the masks along a draft, `count_valid` how much of it fits; both
-    leave the state as it is. `rollback` takes tokens back.
+    For speculative decoding, `fill_after` computes the masks along a draft, and `count_valid` the number of valid draft
+    tokens; both leave the state unchanged. `rollback` removes tokens.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, end_token_ids: Iterable[int]) -> None:
         self._matcher = matcher
         self.mask_width = vocab_size // 32 + 1
-        """Words of a mask: a bit for each token, and one for the end of the grammar."""
-        # A tokenizer may name an end that the model has no logits for.
+        """Number of 32-bit words of a mask: one bit per token, and one for the end of the grammar."""
+        # A tokenizer may define an end token for which the model has no logits.
         self._end_token_ids = tuple(token for token in end_token_ids if token < vocab_size)
         self._end_words = [token // 32 for token in self._end_token_ids]
         self._end_bits = [_BITS[token % 32] for token in self._end_token_ids]
@@ -108,16 +108,16 @@ class GrammarMatcher:
         return self.complete
 
     def count_valid(self, draft: list[int]) -> int:
-        """Number of draft tokens that fit the grammar, up to one that ends the sequence."""
+        """Return the number of draft tokens that fit the grammar, up to one that ends the sequence."""
         ends = (i for i, token in enumerate(draft) if token in self._end_token_ids)
         valid: int = self._matcher.validate_tokens(draft[: next(ends, len(draft))])
         return valid
 
     def fill_after(self, draft: list[int], masks: MaskRows, row: int) -> int:
-        """Write the masks before each token of a draft, and after the last, to the rows from `row` on.
+        """Write the masks before each token of a draft, and after the last one, to the rows starting at `row`.
 
-        Returns how many were written: up to the first token that does not fit or that ends the text, so at least one
-        and at most `len(draft)` + 1. Raises `MatcherError`.
+        Returns the number of masks written: up to the first token that does not fit or that ends the text, so at least
+        one and at most `len(draft)` + 1. Raises `MatcherError`.
         """
         self.fill(masks, row)
         taken = 0

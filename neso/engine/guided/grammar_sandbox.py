@@ -1,4 +1,6 @@
-"""Compiles grammars in a separate process first, where they may take too long, run out of memory or crash."""
+"""Checks grammars in a separate process before compilation, because they may take too long, run out of memory
+or crash.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ _START_TIMEOUT = 120.0
 
 
 class GrammarSandbox:
-    """A process that tries grammars for one thread; started with the first one, and again after a failure."""
+    """A process that checks grammars for one thread. It is started for the first grammar, and restarted after a
+    failure.
+    """
 
     def __init__(self, table: TokenTable, timeout: float) -> None:
-        """`timeout`: seconds for each grammar."""
+        """`timeout`: seconds per grammar."""
         self._table = msgspec.msgpack.encode(table)
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
@@ -44,7 +48,7 @@ class GrammarSandbox:
             self._ready = False
 
     def check(self, grammar: str) -> None:
-        """Raises `GrammarError` for a grammar that cannot be used or takes too long."""
+        """Check a grammar. Raises `GrammarError` if it is invalid or takes too long."""
         self.start()
         if not self._ready:
             if self._ask(self._table, _START_TIMEOUT) is None:
@@ -62,19 +66,21 @@ class GrammarSandbox:
             raise GrammarError(answer.decode())
 
     def close(self) -> None:
-        """End the process."""
+        """Terminate the process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    # What it has not read yet is flushed on closing, to nobody.
+                    # Closing flushes unread input, which fails because the process has ended.
                     with contextlib.suppress(OSError):
                         pipe.close()
             process.wait()
 
     def _ask(self, message: bytes, timeout: float, killed: threading.Event | None = None) -> bytes | None:
-        """The reply to a message; None if the process has ended. It is killed when the time is over."""
+        """Send a message and return the reply; None if the process has ended. The process is killed after the
+        timeout.
+        """
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         turn, answered = threading.Lock(), False
@@ -82,7 +88,7 @@ class GrammarSandbox:
         def kill() -> None:
             with turn:
                 if answered:
-                    return  # in the last moment: the process is for the next grammar
+                    return  # the reply has just arrived: keep the process for the next grammar
                 if killed is not None:
                     killed.set()
                 process.kill()

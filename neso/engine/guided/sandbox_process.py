@@ -1,4 +1,4 @@
-"""The process that tries grammars: resource limits, messages over pipes, and its main loop."""
+"""Sandbox process for grammars: resource limits, messages over pipes, and its main loop."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from neso.engine.guided.grammar_matcher import make_matcher
 from neso.engine.guided.token_table import TokenTable
 
 SANDBOX_STACK = 8 << 20
-"""Stack in bytes; less than a compiler thread has, so that a grammar that passes is safe in the engine."""
+"""Stack size in bytes; smaller than that of a compiler thread, so a grammar that passes is safe in the engine."""
 SANDBOX_MEMORY = 4 << 30
-"""Limit of the address space in bytes."""
+"""Address-space limit in bytes."""
 SANDBOX_TOKENS = 24
-"""Random tokens that a sandbox consumes."""
+"""Number of random tokens consumed to test a grammar."""
 MASK_SECONDS = 1.0
-"""Limit of the time for one mask; usually it takes microseconds."""
+"""Time limit for one mask in seconds; a mask usually takes microseconds."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -35,7 +35,7 @@ def write_frame(target: IO[bytes], data: bytes) -> None:
 
 
 def read_frame(source: IO[bytes]) -> bytes | None:
-    """Read the next message; None at the end, also within a message."""
+    """Read the next message; None at the end of the stream, even within a message."""
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -45,7 +45,7 @@ def read_frame(source: IO[bytes]) -> bytes | None:
 
 
 def main(seconds: int) -> None:
-    """Serve until standard input ends. A grammar that takes too many seconds ends the process."""
+    """Serve until standard input ends. A grammar that takes more than `seconds` ends the process."""
     resource.setrlimit(resource.RLIMIT_AS, (SANDBOX_MEMORY, SANDBOX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(SANDBOX_STACK)
@@ -66,13 +66,13 @@ def _serve(source: IO[bytes], target: IO[bytes], seconds: int) -> None:
 
 
 def _try(tokenizer: LLTokenizer, grammar: str) -> str:
-    """Compile a grammar and consume some tokens."""
+    """Compile a grammar and consume some tokens; returns the error or ""."""
     matcher, error = make_matcher(tokenizer, grammar)
     return error or _walk(matcher)
 
 
 def _walk(matcher: LLMatcher) -> str:
-    """Consume random tokens: slow masks usually show after a few."""
+    """Consume random tokens; slow masks usually show after a few."""
     generator = random.Random(0)
     for _ in range(SANDBOX_TOKENS):
         started = time.perf_counter()
@@ -86,7 +86,7 @@ def _walk(matcher: LLMatcher) -> str:
 
 
 def _pick(mask: bytes, generator: random.Random) -> int | None:
-    """A random token of a mask."""
+    """Return a random token allowed by a mask."""
     start = generator.randrange(len(mask))
     for i in range(len(mask)):
         byte = mask[(start + i) % len(mask)]

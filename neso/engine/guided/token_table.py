@@ -1,4 +1,4 @@
-"""The vocabulary of a model for llguidance."""
+"""Vocabulary of a model for llguidance."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
 
 class TokenTable(msgspec.Struct, frozen=True):
-    """Bytes of every token, by id; empty for tokens that are not text."""
+    """Bytes of every token by id; empty for tokens that are not text."""
 
     pieces: list[bytes]
     special_ids: list[int]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> TokenTable:
-        """The tokens of a model with logits of width `vocab_size`, which may differ from the size of the tokenizer.
+        """Create the table for a model whose logits have width `vocab_size`, which may differ from the tokenizer's
+        size.
 
-        The bytes are those that the detokenizer writes, so that what fits the grammar is the text of the answer.
+        The bytes are those written by the detokenizer, so the grammar matches the text of the output.
         """
         special = [i for i in sorted(tokenizer.special_ids) if i < vocab_size]
         return cls([tokenizer.token_bytes(i) or b"" for i in range(vocab_size)], special)
@@ -33,12 +34,12 @@ class TokenTable(msgspec.Struct, frozen=True):
         return {self.pieces[i].decode("utf-8", "replace"): i for i in self.special_ids}
 
     def ll_tokenizer(self) -> LLTokenizer:
-        """llguidance's tokenizer: the vocabulary and, after it, one more token for the end of a grammar.
+        """Create llguidance's tokenizer: the vocabulary and, after it, one more token for the end of a grammar.
 
-        That token is no row of the logits. Which tokens end a sequence is up to each request; see `GrammarMatcher`.
+        That token has no row in the logits. Each request defines which tokens end a sequence; see `GrammarMatcher`.
         """
         wrapper = _Wrapper(self)
-        # By its attributes it is what the library asks for, whose own class only wraps such an object.
+        # The wrapper provides the attributes that the library reads; the library's own class only wraps such an object.
         return LLTokenizer(
             cast("TokenizerWrapper", wrapper), n_vocab=len(wrapper.tokens), eos_token=wrapper.eos_token_id
         )

@@ -1,4 +1,4 @@
-"""LoRA adapters as data: low-rank updates of the matrices of a decoder."""
+"""Data of LoRA adapters: low-rank updates of the matrices of a decoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from neso.generation.request import LoraTensors
 
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 TARGETS: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")
-"""The matrices that can have updates."""
+"""Matrices that can be adapted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,18 +37,18 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraAdapter:
-    """Updates of each layer, by matrix."""
+    """Updates of each layer, by target matrix."""
 
     layers: tuple[Mapping[Target, LowRank], ...]
 
     def matrices(self) -> Iterator[tuple[int, Target, LowRank]]:
-        """Layer, target and update of every adapted matrix."""
+        """Yield the layer, target and update of every adapted matrix."""
         for index, layer in enumerate(self.layers):
             for target, change in layer.items():
                 yield index, target, change
 
     def check(self, spec: DecoderSpec, max_rank: int) -> None:
-        """Raises `AdapterError` if it does not fit the model or has a rank above `max_rank`."""
+        """Check that the adapter fits the model and that no rank exceeds `max_rank`. Raises `AdapterError`."""
         if not any(self.layers):
             raise AdapterError("the adapter changes nothing")
         for layer, target, change in self.matrices():
@@ -68,13 +68,13 @@ class LoraAdapter:
 
 
 def targets_of(spec: DecoderSpec, layer: int) -> tuple[Target, ...]:
-    """The targets that a layer has; experts are none."""
+    """Return the adaptable matrices of a layer. Experts cannot be adapted."""
     shapes = layer_shapes(spec, layer)
     return tuple(target for target in TARGETS if target in shapes)
 
 
 def output_widths(spec: DecoderSpec) -> dict[Target, int]:
-    """The outputs of each target's matrix."""
+    """Return the number of outputs of each target's matrix."""
     return {
         target: layer_shapes(spec, layer)[target][0]
         for layer in range(spec.num_layers)
@@ -82,8 +82,8 @@ def output_widths(spec: DecoderSpec) -> dict[Target, int]:
     }
 
 
-# Module ids and what they adapt. TensorRT-LLM's mlp_h_to_4h is what goes through the activation, its mlp_gate what that
-# is multiplied with: gate_proj and up_proj of Llama, as its converter of peft's checkpoints has them.
+# TensorRT-LLM's module ids and the matrices that they adapt. As in its converter of PEFT checkpoints, mlp_h_to_4h is
+# the matrix before the activation (Llama's gate_proj), and mlp_gate is the other factor (Llama's up_proj).
 _MODULES: dict[int, tuple[Target, ...]] = {
     0: ("query", "key", "value"),
     1: ("query",),
@@ -98,7 +98,7 @@ _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.b
 
 
 def read_tensors(tensors: LoraTensors, spec: DecoderSpec, max_rank: int) -> LoraAdapter:
-    """An adapter for the model of `spec`. Raises `AdapterError` with the name of the tensor that is wrong."""
+    """Return the adapter for the model of `spec`. Raises `AdapterError` with the name of the invalid tensor."""
     values = np.frombuffer(tensors.weights, _DTYPES[tensors.dtype])
     if not tensors.config or values.size != len(tensors.config) * tensors.width:
         raise AdapterError(
@@ -139,5 +139,5 @@ def read_tensors(tensors: LoraTensors, spec: DecoderSpec, max_rank: int) -> Lora
 
 
 def _target(target: Target, known: tuple[Target, ...]) -> Target:
-    """In an MLP without a gate, mlp_h_to_4h is the only way up."""
+    """Map a target to the model's matrix: in an MLP without a gate, mlp_h_to_4h is the up projection."""
     return "up" if target == "gate" and "gate" not in known else target

@@ -1,4 +1,4 @@
-"""Adapters in memory with a limit of bytes: the least recently used that are not pinned are evicted first."""
+"""In-memory adapter cache with a size limit in bytes. Evicts the least recently used adapter that is not pinned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Sized)
 
 
 class CacheFull(Exception):
-    """There is no room, and all entries are pinned."""
+    """There is not enough room, and all entries are pinned."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Entry(Generic[T]):
 
 
 class AdapterCache(Generic[T]):
-    """Values by version. Versions that are pinned, before or after they are loaded, are never evicted."""
+    """Values by version. Pinned versions are never evicted; a version can be pinned before it is loaded."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -43,7 +43,7 @@ class AdapterCache(Generic[T]):
         return len(self._entries)
 
     def get(self, version: int) -> T | None:
-        """The value, None if it is not loaded."""
+        """Return the value; None if it is not loaded."""
         entry = self._entries.get(version)
         return None if entry is None else entry.value
 
@@ -51,7 +51,7 @@ class AdapterCache(Generic[T]):
         return version in self._pins
 
     def pin(self, version: int) -> None:
-        """Do not evict a version, also if it is still loading."""
+        """Prevent the eviction of a version, which may still be loading."""
         self._pins[version] = self._pins.get(version, 0) + 1
         self._touch(version)
 
@@ -63,7 +63,7 @@ class AdapterCache(Generic[T]):
         self._touch(version)
 
     def put(self, version: int, value: T) -> list[int]:
-        """Add a value; returns the versions that were evicted. Raises `CacheFull`, and then nothing has changed."""
+        """Add a value and return the evicted versions. Raises `CacheFull` without any change."""
         size = value.num_bytes
         evicted: list[int] = []
         freed = 0

@@ -1,4 +1,4 @@
-"""The adapter slots of the runner: a batch can have as many adapters as there are slots."""
+"""Adapter slots of the runner. The number of slots limits the number of adapters in a batch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from neso.engine.core.block_pool import IntegrityError
 
 @dataclass(slots=True, eq=False)
 class AdapterUse:
-    """The adapter of a sequence, and its slot while the sequence runs, else -1."""
+    """The adapter of a sequence, and its slot while the sequence runs; -1 otherwise."""
 
     version: int
     slot: int = -1
 
 
 class AdapterSlots:
-    """Running sequences hold the slots of their adapters. A slot without holders keeps its adapter until another one
-    needs it; the least recently used is replaced first.
+    """Running sequences hold the slots of their adapters. A slot without holders keeps its adapter until the slot is
+    needed for another adapter; the least recently used slot is replaced first.
 
-    Adapters are identified by version, a number above 0 that is never used again. When an adapter waits for a slot,
-    the least recently used slot admits no new sequences that are behind it in the queue, so that it drains and no
-    adapter starves.
+    Adapters are identified by version, a positive number that is never reused. When an adapter waits for a slot, the
+    least recently used slot admits no sequences queued behind it, so the slot drains and the adapter does not starve.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -32,24 +31,24 @@ class AdapterSlots:
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # by last use
         self._holders: Counter[int] = Counter()
         self._free = list(reversed(range(num_slots)))
-        self._draining: dict[int, int] = {}  # version in the slot -> version that waits for it
+        self._draining: dict[int, int] = {}  # version in the slot -> version waiting for the slot
         self._changes: list[tuple[int, int]] = []
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
     def add(self, version: int) -> None:
-        """The weights are in memory: sequences may run with them."""
+        """Allow sequences to run with an adapter whose weights are in memory."""
         self._ready.add(version)
 
     def remove(self, version: int) -> None:
-        """The weights are removed; no sequence may hold the adapter."""
+        """Forget an adapter whose weights were removed; no sequence may hold it."""
         assert not self._holders[version], "an adapter in use is removed"
         self._ready.discard(version)
         del self._holders[version]
         self.vacate(version)
 
     def vacate(self, version: int) -> None:
-        """Free the slot of an adapter that no sequence holds."""
+        """Free the slot of an adapter without holders."""
         slot = self._slot_of.pop(version, None)
         if slot is not None:
             self._free.append(slot)
@@ -58,11 +57,11 @@ class AdapterSlots:
     # -- sequences ----------------------------------------------------------------------------------------------
 
     def begin_admission(self) -> None:
-        """The queue is examined from its beginning."""
+        """Begin a pass over the queue from its head."""
         self._draining.clear()
 
     def admits(self, use: AdapterUse) -> bool:
-        """Whether a sequence can run. Called in the order of the queue."""
+        """Whether a sequence can run. Called in queue order."""
         version = use.version
         if version not in self._ready:
             return False
@@ -74,7 +73,7 @@ class AdapterSlots:
         return False
 
     def acquire(self, use: AdapterUse) -> None:
-        """Hold the slot of an adapter, after `admits` or when another sequence holds it."""
+        """Hold the slot of an adapter; requires that `admits` returned True or that another sequence holds it."""
         version = use.version
         if version not in self._slot_of:
             self._slot_of[version] = self._take_slot()
@@ -91,7 +90,7 @@ class AdapterSlots:
             use.slot = -1
 
     def take_changes(self) -> list[tuple[int, int]]:
-        """(slot, version) of the slots that got another adapter since the last call; version 0 for none."""
+        """Return the (slot, version) pairs that changed since the last call; version 0 for an empty slot."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -100,7 +99,7 @@ class AdapterSlots:
         return self._holders[version] > 0
 
     def check_integrity(self, running: Iterable[AdapterUse]) -> None:
-        """Check that the running sequences, and no others, hold slots. Raises `IntegrityError`."""
+        """Check that exactly the running sequences hold slots. Raises `IntegrityError`."""
         running = list(running)
         holders = Counter(use.version for use in running)
         if holders != +self._holders:
@@ -113,7 +112,7 @@ class AdapterSlots:
                 raise IntegrityError(f"a sequence with adapter {use.version} runs in slot {use.slot}")
 
     def _idle(self) -> int | None:
-        """The least recently used adapter without holders."""
+        """Return the least recently used adapter without holders; None if all are held."""
         return next((version for version in self._slot_of if not self._holders[version]), None)
 
     def _take_slot(self) -> int:

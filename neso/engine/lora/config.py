@@ -1,4 +1,4 @@
-"""Options of LoRA adapters, and errors about adapters."""
+"""LoRA options and adapter errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from neso.engine.core.addon import RequestError
 
 
 class AdapterError(RequestError):
-    """An adapter cannot be loaded or found. `field`: the parameter of the request at fault."""
+    """An adapter cannot be loaded or found. `field`: the invalid request parameter."""
 
     def __init__(self, message: str, field: str = "lora_name") -> None:
         super().__init__(message, field)
@@ -21,7 +21,7 @@ LORA_DISABLED = "LoRA feature is not enabled."
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """LoRA options, by vLLM's names and, with the prefix `lora_cache_`, TensorRT-LLM's.
+    """LoRA options, named as in vLLM and, with the prefix `lora_cache_`, as in TensorRT-LLM.
 
     The descriptions are the help texts of the options.
     """

@@ -38,9 +38,9 @@ class Loaded:
 
 @dataclass(slots=True)
 class _Known:
-    """An adapter by name. `version`: in memory or loading; 0: it was evicted and must be read again.
+    """An adapter by name. `version`: loaded or loading; 0 if it was evicted and must be read again.
 
-    `loaded_before`: the name is kept when it cannot be read again.
+    `loaded_before`: keep the name even if reading the adapter again fails.
     """
 
     version: int
@@ -49,18 +49,18 @@ class _Known:
 
 
 class LoraManager(Addon):
-    """Used by the engine's thread only. Files are read and packed in a thread of its own, so that steps continue.
+    """Manages the adapters of an engine. Used only by the engine thread; files are read and packed in a background
+    thread.
 
-    Every load creates a new version, which is part of the cache identity of its sequences: blocks that were computed
-    with other weights of the same name are never found. A version that is replaced or unloaded stays until its last
-    sequence ends.
+    Every load creates a new version, which is part of the cache identity of its sequences, so blocks computed with
+    other weights of the same name are never reused. A replaced or unloaded version stays until its last sequence ends.
     """
 
     def __init__(self, config: LoraConfig, runner: SpecRunner) -> None:
         self.config = config
         self.slots = AdapterSlots(config.max_loras)
         self.revision = 0
-        """Counts changes of `names`."""
+        """Incremented when `names` changes."""
         self._runner = runner
         self._cache: AdapterCache[PackedAdapter] = AdapterCache(config.lora_cache_host_memory_bytes)
         self._versions = itertools.count(1)
@@ -68,18 +68,19 @@ class LoraManager(Addon):
         self._name_of: dict[int, str] = {}
         self._loading: dict[int, Future[PackedAdapter]] = {}
         self._watchers: dict[int, list[Watch]] = {}
-        self._candidates: dict[int, _Known] = {}  # by the versions that are loading
-        self._refused_by_runner: list[int] = []  # versions whose slots are to be freed
+        self._candidates: dict[int, _Known] = {}  # by the version being loaded
+        self._refused_by_runner: list[int] = []  # versions whose slots must be freed
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lora-loader")
 
     # -- names --------------------------------------------------------------------------------------------------
 
     def load(self, request: LoraRequest, watch: Watch | None = None) -> int:
-        """Start to load an adapter; returns its version. A name keeps its adapter until the new one is loaded.
+        """Start loading an adapter and return its version. The name keeps its current adapter until the new one is
+        loaded.
 
-        `watch` is called at the end of the load, with the error or None.
+        `watch` is called when the load ends, with the error or None.
 
-        Raises `AdapterError` if there is nothing to load it from.
+        Raises `AdapterError` if the request has neither a path nor tensors.
         """
         version = self._version_loading(request)
         if not version:
@@ -91,7 +92,7 @@ class LoraManager(Addon):
         return version
 
     def unload(self, name: str) -> bool:
-        """Remove a name; requests in flight finish with its adapter. False if there is no such name."""
+        """Remove a name; requests in flight finish with its adapter. Returns False if the name is unknown."""
         for version in [v for v in self._candidates if self._name_of[v] == name]:
             del self._candidates[version]
         known = self._known.pop(name, None)
@@ -102,7 +103,7 @@ class LoraManager(Addon):
         return True
 
     def names(self) -> dict[str, str | None]:
-        """The adapters that requests can name, with the paths of those that were loaded from one."""
+        """Return the adapters that requests can name, each with the path it was loaded from, if any."""
         return {name: known.path for name, known in self._known.items()}
 
     # -- sequences ----------------------------------------------------------------------------------------------
@@ -142,9 +143,9 @@ class LoraManager(Addon):
             self._drop_unless_needed(use.version)
 
     def _version_for(self, wanted: LoraRequest) -> int:
-        """The version of the adapter that a request names, which may still be loading.
+        """Return the version of the adapter named by a request; it may still be loading.
 
-        Raises `AdapterError` if there is no such adapter and nothing to load it from.
+        Raises `AdapterError` if the adapter is unknown and the request does not supply it.
         """
         known = self._known.get(wanted.name)
         if known is not None and wanted.path in (None, known.path):
@@ -161,12 +162,12 @@ class LoraManager(Addon):
         return bool(self._loading)
 
     def wait(self, timeout: float) -> None:
-        """Wait until a load ends, at most `timeout` seconds."""
+        """Wait for the end of a load, at most `timeout` seconds."""
         if self._loading:
             wait(self._loading.values(), timeout=timeout, return_when="FIRST_COMPLETED")
 
     def begin_step(self, scheduler: Scheduler) -> Failures:
-        """Finish loads. Sequences whose adapter could not be loaded fail."""
+        """Finish loads. Fails the sequences whose adapter could not be loaded."""
         self.slots.begin_admission()
         for version in self._refused_by_runner:
             self.slots.vacate(version)
@@ -180,7 +181,7 @@ class LoraManager(Addon):
         return failures
 
     def prepare(self, step: Step, scheduler: Scheduler) -> Failures:
-        """Give the runner the adapters of the step. Sequences whose adapter it cannot take fail."""
+        """Load the adapters of the step into the runner. Fails the sequences whose adapter the runner rejects."""
         failures: Failures = []
         for version, error in self.fill_slots().items():
             self._refused_by_runner.append(version)
@@ -203,7 +204,7 @@ class LoraManager(Addon):
         return 0 if use is None else use.version
 
     def take_loaded(self) -> list[Loaded]:
-        """The loads that ended since the last call."""
+        """Return the loads that ended since the last call."""
         ended = []
         for version in [version for version, future in self._loading.items() if future.done()]:
             error = self._finish(version, self._loading.pop(version))
@@ -213,11 +214,11 @@ class LoraManager(Addon):
         return ended
 
     def fill_slots(self) -> dict[int, Exception]:
-        """Give the runner the adapters whose slots have changed. Returns those that it refused, by version."""
+        """Load the adapters of changed slots into the runner. Returns the errors of rejected adapters by version."""
         failed: dict[int, Exception] = {}
         for slot, version in self.slots.take_changes():
             try:
-                # The adapter may have been removed since.
+                # The adapter may have been removed in the meantime.
                 self._runner.set_adapter(slot, self._cache.get(version))
             except Exception as error:
                 logger.exception("adapter '%s' could not be put in its slot", self._name_of.get(version, ""))
@@ -304,7 +305,7 @@ class LoraManager(Addon):
         self._name_of.pop(version, None)
 
     def _on_evicted(self, version: int) -> None:
-        """An adapter with a path is read again when it is requested."""
+        """Keep an adapter that has a path, so that it is read again when it is requested."""
         self.slots.remove(version)
         name = self._name_of.pop(version)
         known = self._known[name]

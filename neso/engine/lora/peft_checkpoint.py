@@ -1,4 +1,4 @@
-"""Reads adapters in the format of PEFT."""
+"""Reader of adapters in PEFT format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from neso.engine.weights.safetensors_file import SafetensorsFile
 from neso.engine.weights.source import CheckpointError, is_float
 
 CONFIG_FILE = "adapter_config.json"
-# Each changes what the adapter computes, and is null, false or empty in plain LoRA.
+# Each of these options changes the computation; it is null, false or empty in plain LoRA.
 _REFUSED = {
     "use_dora": "DoRA is not supported",
     "modules_to_save": "whole modules beside the low-rank changes (modules_to_save) are not supported",
@@ -36,7 +36,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The fields that matter. Patterns are regular expressions for the ends of module names."""
+    """The fields that Neso uses. Patterns are regular expressions for the ends of module names."""
 
     rank: int
     alpha: float
@@ -46,7 +46,7 @@ class PeftConfig:
 
     @classmethod
     def read(cls, directory: Path) -> PeftConfig:
-        """Raises `AdapterError` for what is missing, broken or not supported."""
+        """Read the configuration. Raises `AdapterError` for missing, invalid or unsupported fields."""
         path = directory / CONFIG_FILE
         try:
             values = read_json_object(path)
@@ -65,11 +65,11 @@ class PeftConfig:
             raise AdapterError(f"{path}: r, lora_alpha, use_rslora or a pattern: {error}") from None
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module's change, by its name in the base model."""
+        """Return the rank of a module's update, by the module's name in the base model."""
         return self.rank_pattern.get(_matching(self.rank_pattern, module), self.rank)
 
     def scale_of(self, module: str, rank: int) -> float:
-        """What a module's change is multiplied by: alpha / rank, with rsLoRA alpha / sqrt(rank) (arXiv 2312.03732)."""
+        """Return the factor of a module's update: alpha / rank; with rsLoRA alpha / sqrt(rank) (arXiv 2312.03732)."""
         alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, module), self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -86,7 +86,7 @@ def _refuse(path: Path, values: dict[str, Any]) -> None:
 
 
 def _matching(patterns: dict[str, Any], module: str) -> str:
-    """The first pattern that matches the end of a module's name; "" for none."""
+    """Return the first pattern that matches the end of a module's name; "" if none matches."""
     for pattern in patterns:
         try:
             if re.match(rf"(.*\.)?({pattern})$", module):
@@ -97,15 +97,15 @@ def _matching(patterns: dict[str, Any], module: str) -> str:
 
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-# `base_model.model.` is there unless somebody has stripped it, the adapter's own name if it was not saved by peft.
+# The prefix `base_model.model.` may have been stripped; the adapter name is missing in files saved by PEFT.
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight$")
 Sides = dict[str, npt.NDArray[Any]]
 
 
 def read_peft_checkpoint(directory: Path, spec: DecoderSpec, max_rank: int) -> LoraAdapter:
-    """An adapter for the model of `spec`, its tensors views of the file.
+    """Return the adapter for the model of `spec`; its tensors are views of the file.
 
-    Raises `AdapterError` for files that are missing or broken, for what is not supported, and for what does not fit.
+    Raises `AdapterError` for missing or invalid files, unsupported options, and shapes that do not fit.
     """
     if not directory.is_dir():
         raise AdapterError(f"{directory}: there is no such directory")
@@ -130,7 +130,7 @@ def read_peft_checkpoint(directory: Path, spec: DecoderSpec, max_rank: int) -> L
 
 
 def _places(spec: DecoderSpec) -> dict[str, list[tuple[int, Target]]]:
-    """What the modules of the checkpoint are to the model: one matrix each, or several that lie together."""
+    """Map the checkpoint's modules to the model's matrices: one matrix each, or several fused ones."""
     places: dict[str, list[tuple[int, Target]]] = {}
     for layer in range(spec.num_layers):
         for target in targets_of(spec, layer):
@@ -140,7 +140,7 @@ def _places(spec: DecoderSpec) -> dict[str, list[tuple[int, Target]]]:
 
 
 def _part(directory: Path, module: str, change: LowRank, place: TensorLocation) -> LowRank:
-    """What a change of a whole module is to the matrix at `place` in it."""
+    """Return the part of a fused module's update that applies to the matrix at `place`."""
     if isinstance(place, str):
         return change
     if len(change.b) != place.outputs:
@@ -152,7 +152,7 @@ def _part(directory: Path, module: str, change: LowRank, place: TensorLocation) 
 
 
 def _read_sides(directory: Path) -> dict[str, Sides]:
-    """A and B of each module."""
+    """Read A and B of each module."""
     path = directory / WEIGHTS_FILE
     if not path.exists():
         older = directory / "adapter_model.bin"

@@ -1,4 +1,4 @@
-"""Loads the adapters that are configured at start."""
+"""Loading of the adapters that are configured at startup."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From the vectors of tokens to one of the text."""
+"""Pooling of token embeddings to one embedding per text."""

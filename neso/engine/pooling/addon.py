@@ -1,4 +1,4 @@
-"""Embeddings of a decoder as an add-on of the engine core: pools the hidden states of a prompt, step by step."""
+"""Embeddings as an add-on of the engine core: pools the hidden states of a prompt step by step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Hidden states [start, end) of the step are those of a sequence; `last`: they end its prompt."""
+    """Hidden states [start, end) of the step belong to one sequence; `last`: they end its prompt."""
 
     sequence: Sequence
     start: int
@@ -30,7 +30,7 @@ class _Rows:
 
 
 class PoolingAddon(Addon):
-    """State of a sequence: what is pooled of its prompt."""
+    """State of a sequence: the pooled part of its prompt."""
 
     def __init__(self, runner: Runner, pooler: Pooler | None = None) -> None:
         self._runner, self._pooler = runner, pooler or Pooler("last")

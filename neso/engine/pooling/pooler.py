@@ -1,4 +1,4 @@
-"""Makes one vector of those of a text's tokens, and finishes it."""
+"""Pools the hidden states of a text into one vector and post-processes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """activation(weight . x + bias), behind the pooling."""
+    """activation(weight . x + bias), applied after pooling."""
 
     weight: Float32Array
     bias: Float32Array | None
@@ -30,7 +30,7 @@ class DenseLayer:
 
 @dataclass(frozen=True, slots=True)
 class Pooler:
-    """What a model's files say of pooling: the defaults of `PoolingParams`, and matrices behind it."""
+    """Pooling settings of a model: the defaults of `PoolingParams`, and dense layers applied after pooling."""
 
     kind: PoolingKind
     normalize: bool = True
@@ -40,11 +40,11 @@ class Pooler:
         return params.pooling or self.kind
 
     def dimensions(self, hidden_size: int) -> int:
-        """Width of what `finish` gives."""
+        """Return the width of the result of `finish`."""
         return len(self.dense[-1].weight) if self.dense else hidden_size
 
     def finish(self, pooled: Float32Array, params: PoolingParams) -> Float32Array:
-        """The embedding of a pooled vector float32[hidden]: through the matrices, cut, normalized."""
+        """Return the embedding for a pooled vector float32[hidden]: apply the dense layers, truncate, normalize."""
         for layer in self.dense:
             pooled = layer(pooled)
         if params.dimensions is not None:
@@ -56,14 +56,14 @@ class Pooler:
 
 @dataclass(slots=True)
 class PooledSoFar:
-    """Pools a text whose vectors come in chunks."""
+    """Pools a text whose hidden states arrive in chunks."""
 
     kind: PoolingKind
     num_tokens: int = 0
     _vector: Float32Array | None = None
 
     def add(self, hidden: Float32Array) -> None:
-        """The vectors of the next tokens, float32[T, hidden], at least one."""
+        """Add the hidden states of the next tokens, float32[T, hidden], at least one."""
         if self.kind == "mean":
             self._vector = hidden.sum(axis=0, dtype=np.float32) + (
                 0 if self._vector is None else self._vector

@@ -1,4 +1,4 @@
-"""What a checkpoint of sentence-transformers says of pooling: modules.json and the folders that it names."""
+"""Reader of the pooling settings of sentence-transformers checkpoints: modules.json and the folders listed in it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _ACTIVATIONS = {
 
 
 def read_pooler(directory: Path, default: PoolingKind) -> Pooler:
-    """The pooler of a model directory; without modules.json `default`, normalized.
+    """Return the pooler of a model directory; without modules.json, `default` with normalization.
 
-    Raises `UnsupportedModel` for a module that is not known, `CheckpointError` for broken files.
+    Raises `UnsupportedModel` for an unknown module, `CheckpointError` for invalid files.
     """
     path = directory / "modules.json"
     if not path.is_file():
@@ -53,7 +53,7 @@ def read_pooler(directory: Path, default: PoolingKind) -> Pooler:
 
 
 def max_tokens(directory: Path) -> int | None:
-    """The longest text in tokens that sentence_bert_config.json allows, if it says so."""
+    """Return the maximum number of tokens of a text according to sentence_bert_config.json; None if not set."""
     path = directory / "sentence_bert_config.json"
     if not path.is_file():
         return None

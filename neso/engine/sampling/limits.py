@@ -17,7 +17,7 @@ from neso.generation.sampling_params import ALL_LOGPROBS, MAX_BIAS
 def check_sampling(
     params: SamplingParams, bad_words: Iterable[tuple[int, ...]], *, max_num_seqs: int, vocab_size: int
 ) -> None:
-    """Raises `InvalidParameter` for too many sequences, and for tokens outside the vocabulary."""
+    """Raises `InvalidParameter` for too many sequences or tokens outside the vocabulary."""
     for field in ("n", "best_of", "beam_width"):
         number = getattr(params, field)
         if number is not None and number > max_num_seqs:
@@ -37,13 +37,13 @@ def _check_dense_bias(values: bytes, vocab_size: int) -> None:
             "embedding_bias", f"has {len(values) // 4} values, the vocabulary has {vocab_size} tokens"
         )
     bias = np.frombuffer(values, np.float32)
-    # A NaN is within no bounds.
+    # Written so that NaN fails the check.
     if not (np.abs(bias) <= MAX_BIAS).all():
         raise InvalidParameter("embedding_bias", f"has values that are NaN or beyond {MAX_BIAS:g}")
 
 
 def check_tokens(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raises `InvalidParameter` for a token that the model does not have."""
+    """Raises `InvalidParameter` for a token outside the vocabulary."""
     for token in token_ids:
         if not 0 <= token < vocab_size:
             raise InvalidParameter(field, f"token {token} is not in the vocabulary of {vocab_size}")
@@ -51,11 +51,11 @@ def check_tokens(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
 
 MAX_LOGPROBS = 20
 MAX_LOGITS_BYTES = 64 << 20
-"""Limit of the logits of one request, unless the engine's options allow or forbid them."""
+"""Limit of the bytes of logits of one request, unless the engine options allow or forbid logits."""
 
 
 class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the log probabilities and logits that requests can get, by vLLM's and TensorRT-LLM's names.
+    """Limits of the log probabilities and logits that requests can get, named as in vLLM and TensorRT-LLM.
 
     The logits of one position take 0.5 MB with a vocabulary of 128,256. `max_logprobs` -1 allows the whole vocabulary
     for `logprobs`, and 20 for `prompt_logprobs`. The descriptions are the help texts of the options.
@@ -78,7 +78,7 @@ class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     def check(
         self, params: SamplingParams, *, num_prompt_tokens: int, max_tokens: int, vocab_size: int
     ) -> None:
-        """Raises `InvalidParameter` if a request with these lengths, in tokens, exceeds a limit."""
+        """Raises `InvalidParameter` if a request with these lengths (in tokens) exceeds a limit."""
         if self.max_logprobs == ALL_LOGPROBS:
             _check_logprobs("logprobs", params.logprobs, ALL_LOGPROBS, vocab_size)
             _check_logprobs("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)

@@ -12,14 +12,15 @@ from neso.engine.core.request import PositionLogprobs
 FloatRows = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.intp]
 Score = Callable[[FloatRows, Indices], FloatRows]
-"""Scores of values float32[n, ...], where values[i] are from row rows[i]; monotonic in the values."""
+"""Computes scores of values float32[n, ...], where values[i] are from row rows[i]; monotonic in the values."""
 _PER_GROUP = 64
 
 
 def best_candidates(values: FloatRows, score: Score, count: int) -> tuple[Indices, Indices]:
-    """Rows and columns of the `count` best of float32[B, V], the best first, without those that score -inf.
+    """Return rows and columns of the `count` best entries of float32[B, V], best first, without entries that score
+    -inf.
 
-    Of equal scores the first in order comes first.
+    Ties are broken by position.
     """
     if count == 0:
         return np.empty(0, np.intp), np.empty(0, np.intp)
@@ -31,10 +32,10 @@ def best_candidates(values: FloatRows, score: Score, count: int) -> tuple[Indice
 
 
 def _holding_best(values: FloatRows, score: Score, count: int) -> tuple[Indices, Indices]:
-    """Rows and columns that include the `count` best: those of the groups with the best maxima.
+    """Return rows and columns that include the `count` best entries: those of the groups with the best maxima.
 
-    A group has every num_groups-th column, so that the maxima of all groups are computed side by side, without
-    branches: that takes a hundredth of the time of a partition.
+    A group has every num_groups-th column, so the maxima of all groups are computed side by side without branches. This
+    takes a hundredth of the time of a partition.
     """
     num_rows, width = values.shape
     num_groups = width // _PER_GROUP
@@ -43,7 +44,7 @@ def _holding_best(values: FloatRows, score: Score, count: int) -> tuple[Indices,
         return rows, columns
     grouped = values[:, : num_groups * _PER_GROUP].reshape(num_rows, _PER_GROUP, num_groups)
     maxima = score(grouped.max(axis=1), np.arange(num_rows))
-    # Groups with equal maxima at the edge are all included, so that the first of equals is.
+    # Include all groups whose maximum equals the threshold, so that ties are broken by position.
     edge = np.partition(maxima.reshape(-1), -count)[-count]
     rows, groups = np.nonzero(maxima >= edge)
     inside = groups[:, None] + num_groups * np.arange(_PER_GROUP)
@@ -60,19 +61,19 @@ Row = npt.NDArray[np.float32]
 def position_logprobs(
     logits: npt.NDArray[np.float32], token_ids: list[int], count: int
 ) -> list[PositionLogprobs]:
-    """For each row of float32[R, V]: the log probability and rank of token_ids[r], and the `count` best tokens.
+    """Return for each row of float32[R, V] the log probability and rank of token_ids[r], and the `count` best tokens.
 
-    A count of -1 takes all.
+    A count of -1 returns all tokens.
     """
     buffer = np.empty(logits.shape[1], np.float32)
     return [_scored(row, token, count, buffer) for row, token in zip(logits, token_ids, strict=True)]
 
 
 def log_normalizer(row: Row, buffer: Row) -> tuple[np.float32, np.float32]:
-    """The largest of the logits float32[V], and the logarithm of the sum of exponentials relative to it.
+    """Return the largest of the logits float32[V], and the logarithm of the sum of exponentials relative to it.
 
     A logit minus both is its log probability. If a logit is NaN, so is the second value. `buffer` float32[V] is
-    overwritten: allocating memory would cost more than the exponentials.
+    overwritten; allocating memory would cost more than the exponentials.
     """
     highest: np.float32 = row.max()
     np.exp(np.subtract(row, highest, out=buffer), out=buffer)

@@ -1,4 +1,4 @@
-"""Samples the next token of every sequence of a step."""
+"""Sampling of the next token of every sequence of a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Choose = Callable[[Any, SamplingBatch], Int32Array]
 class SampledToken:
     """`token_id` is INVALID_TOKEN if the logits contain NaN, or if no token is allowed.
 
-    `logits`: float32[V] that it was sampled from as bytes, if the request asks for them.
+    `logits`: bytes of the logits float32[V] from which the token was sampled, if requested.
     """
 
     token_id: int
@@ -40,16 +40,18 @@ class SampledToken:
 
 
 def sampling_batch(states: list[SamplingState], masks: RowMasks | None = None) -> SamplingBatch:
-    """Parameters for sampling the next token of each; takes a random number of those that are not greedy."""
+    """Return the parameters for sampling the next token of each sequence. Draws a random number for each non-greedy
+    sequence.
+    """
     uniforms = np.array([0.0 if state.params.greedy else state.uniform() for state in states])
     top_p = [state.top_p for state in states]
     return SamplingBatch.of([state.params for state in states], uniforms, masks, top_p)
 
 
 class Sampler:
-    """Batched sampling. The token of a row depends on its own logits and state only, not on the other rows.
+    """Batched sampling. The token of a row depends only on its own logits and state, not on other rows.
 
-    `choose` draws the tokens: the runner's implementation, or NumPy's.
+    `choose` draws the tokens; it is implemented by the runner or in NumPy.
     """
 
     def __init__(self, choose: Choose = choose) -> None:
@@ -58,7 +60,7 @@ class Sampler:
     def sample(
         self, logits: Logits, states: list[SamplingState], masks: RowMasks | None = None
     ) -> list[SampledToken]:
-        """Sample a token for each state from its row of float32[R, V] (which may be changed), and count it."""
+        """Sample a token for each state from its row of float32[R, V] (which may be changed), and update the state."""
         scored_rows = [i for i, state in enumerate(states) if state.wants_scores]
         raw = dict(zip(scored_rows, logits[scored_rows], strict=True)) if scored_rows else {}
         for i, state in enumerate(states):
@@ -79,7 +81,7 @@ class Sampler:
 
 
 def scored(token: int, row: FloatRows, params: SamplingParams) -> SampledToken:
-    """The token with its log probability and logits, if requested; `row`: the model's logits float32[V]."""
+    """Return the token with its log probability and logits, if requested. `row`: the model's logits float32[V]."""
     logprobs = None
     if params.num_logprobs is not None:
         (logprobs,) = position_logprobs(row[None], [token], params.num_logprobs)

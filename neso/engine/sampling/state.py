@@ -37,7 +37,7 @@ class SeenNgrams:
             self._add(token_ids, len(token_ids))
 
     def banned(self, token_ids: list[int]) -> set[int]:
-        """Tokens that would repeat an n-gram."""
+        """Return the tokens that would repeat an n-gram."""
         start = len(token_ids) - self.size + 1
         return self.followers.get(tuple(token_ids[start:]), set()) if start >= 0 else set()
 
@@ -51,9 +51,9 @@ class SeenNgrams:
 
 @dataclass(slots=True)
 class TokenBans:
-    """Banned tokens: bad words, repeated n-grams, and tokens that are not allowed.
+    """Banned tokens: bad words, repeated n-grams, and tokens outside the allowed set.
 
-    - single: bad words of one token; longer: the others
+    - single: bad words of one token; longer: the other bad words
     - allowed: the only tokens that are allowed, if not None
     - history: prompt and output tokens
     """
@@ -68,7 +68,7 @@ class TokenBans:
     def create(
         cls, bad_words: Words, allowed: tuple[int, ...] | None, ngram_size: int, prompt: list[int]
     ) -> TokenBans | None:
-        """None if no token is banned."""
+        """Return the bans of a sequence; None if no token is banned."""
         if not (bad_words or ngram_size or allowed is not None):
             return None
         return cls(
@@ -115,7 +115,7 @@ class SamplingState:
 
     - output_counts: only if penalties need it
     - top_p: of the next token
-    - returned: random numbers of rejected drafts, which the next tokens take
+    - returned: unused random numbers of rejected drafts, used for the next tokens
     """
 
     params: SamplingParams
@@ -135,9 +135,9 @@ class SamplingState:
 
     @classmethod
     def create(cls, request: EngineRequest, prompt: list[int], index: int = 0) -> SamplingState:
-        """State of sequence `index` of a request; `prompt` has the prompt tokens without placeholders.
+        """Create the state of sequence `index` of a request; `prompt` has the prompt tokens without placeholders.
 
-        Tokens that end the sequence are banned until there are `min_tokens`.
+        Tokens that end the sequence are banned until there are `min_tokens` tokens.
         """
         params = request.sampling
         penalized = params.repetition_penalty != 1.0
@@ -163,15 +163,15 @@ class SamplingState:
         )
 
     def uniform(self) -> float:
-        """The next random number, in [0, 1)."""
+        """Return the next random number, in [0, 1)."""
         return self.returned.popleft() if self.returned else next(self.uniforms)
 
     def give_back(self, uniforms: list[float]) -> None:
-        """Return random numbers that were not used; they are the next ones."""
+        """Return unused random numbers; they are used first by `uniform`."""
         self.returned.extendleft(reversed(uniforms))
 
     def after(self, token_ids: Sequence[int], uniform: float) -> SamplingState:
-        """A copy after these tokens have been sampled; `uniform` is its next random number."""
+        """Return a copy of the state after these tokens; `uniform` is its next random number."""
         child = self._copy()
         child.returned = deque((uniform,))
         for token_id in token_ids:
@@ -193,7 +193,7 @@ class SamplingState:
             self._decay_top_p(token_id)
 
     def fork(self, token_id: int) -> SamplingState:
-        """The state of a fork that continues with `token_id`."""
+        """Return the state of a fork that continues with `token_id`."""
         child = self._copy()
         child.record(token_id)
         return child
@@ -222,7 +222,7 @@ class SamplingState:
 
 
 def state_of(sequence: EngineSequence) -> SamplingState:
-    """The sampling state of a sequence, made when it is first sampled."""
+    """Return the sampling state of a sequence; create it on first use."""
     state = sequence.sampling_state
     if state is None:
         state = SamplingState.create(sequence.request, sequence.text_token_ids, sequence.index)
@@ -231,7 +231,7 @@ def state_of(sequence: EngineSequence) -> SamplingState:
 
 
 def _uniforms(seed: int | None, index: int) -> Iterator[float]:
-    """A generator that is made at the first draw: greedy sequences need none."""
+    """Yield random numbers in [0, 1). The generator is created at the first draw; greedy sequences need none."""
     generator = np.random.default_rng(None if seed is None else [seed % 2**64, index])
     while True:
         yield from generator.random(_UNIFORMS_AT_ONCE).tolist()
@@ -256,7 +256,9 @@ def adjust(row: Row, state: SamplingState) -> None:
 
 
 def _repetition(row: Row, state: SamplingState) -> None:
-    """Divide positive logits of seen tokens by the penalty, multiply negative ones (CTRL, arXiv:1909.05858, 4.1)."""
+    """Apply the repetition penalty: divide positive logits of seen tokens, multiply negative ones (CTRL,
+    arXiv:1909.05858, 4.1).
+    """
     seen = state.prompt_ids.union(state.output_counts)
     ids = np.fromiter(seen, np.int64, len(seen))
     penalty = np.float32(state.params.repetition_penalty)
@@ -265,7 +267,7 @@ def _repetition(row: Row, state: SamplingState) -> None:
 
 
 def _presence_and_frequency(row: Row, state: SamplingState) -> None:
-    """Subtract OpenAI's penalties, which count output tokens only."""
+    """Subtract OpenAI's presence and frequency penalties, which count only output tokens."""
     counts = state.output_counts
     ids = np.fromiter(counts.keys(), np.int64, len(counts))
     times = np.fromiter(counts.values(), np.float32, len(counts))

@@ -1,4 +1,6 @@
-"""Draws tokens from filtered distributions for all rows of a batch: the reference of every runner's `choose`."""
+"""Reference implementation of each runner's `choose`: draws tokens from filtered distributions for all rows of
+a batch.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ Int32Array = npt.NDArray[np.int32]
 class RowMasks:
     """Masks of some rows: in row rows[i], token t is allowed if bit t % 32 of bits[i, t // 32] is set.
 
-    rows int32[G], bits int32[G, W] in C order, with at least a bit for each token.
+    rows int32[G], bits int32[G, W] in C order, with at least one bit per token.
     """
 
     rows: Int32Array
     bits: Int32Array
 
     def allowed(self, index: int, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """Tokens that are allowed in row rows[index], bool[vocab_size]."""
+        """Return the tokens that are allowed in row rows[index], bool[vocab_size]."""
         return np.unpackbits(self.bits[index].view(np.uint8), count=vocab_size, bitorder="little").view(
             np.bool_
         )
@@ -43,8 +45,8 @@ INVALID_TOKEN = -1
 class SamplingBatch:
     """Parameters for sampling a token from each of R rows; all arrays have shape [R].
 
-    temperature 0 takes the largest logit. top_k 0, top_p 1 and min_p 0 disable these filters. uniforms, in [0, 1),
-    are the random numbers. `masks` are applied first: the logits of tokens that are not allowed count as -inf.
+    A temperature of 0 selects the largest logit. top_k 0, top_p 1 and min_p 0 disable these filters. `uniforms`: random
+    numbers in [0, 1). `masks` are applied first: logits of disallowed tokens count as -inf.
     """
 
     temperature: FloatRows
@@ -62,7 +64,7 @@ class SamplingBatch:
         masks: RowMasks | None = None,
         top_p: list[float] | None = None,
     ) -> SamplingBatch:
-        """`top_p`: current values, instead of those of the parameters."""
+        """Create a batch. `top_p`: current values, instead of those in `params`."""
         return cls(
             temperature=np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
             top_k=np.array([max(p.top_k, 0) for p in params], np.int32),
@@ -76,7 +78,7 @@ class SamplingBatch:
         return len(self.uniforms)
 
     def rows(self, wanted: npt.NDArray[np.intp]) -> SamplingBatch:
-        """The parameters of some rows, without masks."""
+        """Return the parameters of some rows, without masks."""
         return SamplingBatch(
             self.temperature[wanted],
             self.top_k[wanted],
@@ -87,11 +89,14 @@ class SamplingBatch:
 
 
 def choose(logits: FloatRows, batch: SamplingBatch) -> Int32Array:
-    """A token for each row of float32[R, V], int32[R]; INVALID_TOKEN if there is none. Masks change the logits."""
+    """Draw a token for each row of float32[R, V]; returns int32[R], INVALID_TOKEN if none is possible.
+
+    Masks change the logits in place.
+    """
     if batch.masks is not None:
         batch.masks.apply(logits)
     tokens: Int32Array = logits.argmax(axis=1).astype(np.int32)
-    # argmax of a row with NaN is the NaN, so the chosen logit tells whether the row is invalid.
+    # argmax of a row with NaN returns the NaN's index, so the chosen logit shows whether the row is invalid.
     broken = ~(logits[np.arange(len(tokens)), tokens] > -np.inf)
     random = np.flatnonzero((batch.temperature > 0) & ~broken)
     if len(random):
@@ -104,14 +109,14 @@ def choose(logits: FloatRows, batch: SamplingBatch) -> Int32Array:
 
 
 def exponentials(logits: FloatRows, temperature: FloatRows) -> FloatRows:
-    """Probabilities relative to that of the most likely token, float32[R, V]."""
+    """Return the probabilities relative to the most likely token, float32[R, V]."""
     shifted = (logits - logits.max(axis=1, keepdims=True)) * (np.float32(1) / temperature)[:, None]
     weights: FloatRows = np.exp(shifted)
     return weights
 
 
 def draw(weights: FloatRows, uniforms: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Index drawn from each row of float32[R, V] by the inverse of its distribution function at uniforms[R]."""
+    """Draw an index from each row of weights float32[R, V] by inverse transform sampling with uniforms[R]."""
     cumulative = weights.astype(np.float64).cumsum(axis=-1)
     targets = uniforms * cumulative[:, -1]
     return np.array(
@@ -120,11 +125,11 @@ def draw(weights: FloatRows, uniforms: npt.NDArray[np.float64]) -> npt.NDArray[n
 
 
 def filter_weights(weights: FloatRows, top_k: Int32Array, top_p: FloatRows, min_p: FloatRows) -> FloatRows:
-    """Set the weights of tokens that top-k, then top-p, then min-p drop to 0, in float32[R, V].
+    """Set the weights of tokens excluded by top-k, then top-p, then min-p to 0, in float32[R, V].
 
-    top_p keeps the smallest set of the most likely tokens whose mass reaches it (nucleus sampling,
-    arXiv:1904.09751); min_p drops tokens less likely than this fraction of the most likely token (arXiv:2407.01082).
-    Of equally likely tokens the first comes first; the most likely one is always kept.
+    top_p keeps the smallest set of the most likely tokens whose mass reaches it (nucleus sampling, arXiv:1904.09751);
+    min_p drops tokens less likely than this fraction of the most likely token (arXiv:2407.01082). Ties are broken by
+    position; the most likely token is always kept.
     """
     if not (top_k.any() or (top_p < 1).any() or min_p.any()):
         return weights
@@ -133,7 +138,7 @@ def filter_weights(weights: FloatRows, top_k: Int32Array, top_p: FloatRows, min_
     ordered = np.take_along_axis(weights, order, axis=1)
     in_top_k = np.arange(vocab) < np.where(top_k > 0, top_k, vocab)[:, None]
     mass = np.where(in_top_k, ordered, 0).cumsum(axis=1, dtype=np.float64)
-    # A token is kept if the mass before it is below top_p. A top_p of 1 keeps all, whatever the rounding of the sum.
+    # A token is kept if the mass before it is below top_p. A top_p of 1 keeps all tokens, despite rounding of the sum.
     before = mass - ordered
     in_top_p = (before < top_p[:, None].astype(np.float64) * mass[:, -1:]) | (top_p[:, None] >= 1)
     in_min_p = ordered >= min_p[:, None] * ordered[:, :1]

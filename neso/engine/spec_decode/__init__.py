@@ -1,1 +1,1 @@
-"""Speculative decoding: guessing tokens cheaply, and computing many guesses in one step."""
+"""Speculative decoding: propose draft tokens cheaply and verify several of them in one step."""

@@ -29,12 +29,13 @@ _DEPTH_3 = [
 ]
 _DEPTH_4 = [(0, 0, 0, 0), (0, 0, 0, 1)]
 MC_SIM_7B_63: tuple[TreePath, ...] = (*_DEPTH_1, *_DEPTH_2, *_DEPTH_3, *_DEPTH_4)
-"""The tree of that name, found by its authors on a 7B model: a path (0, 2) is the most likely candidate of the first
-head, then the third most likely of the second."""
+"""Medusa's tree "mc_sim_7b_63", which its authors tuned on a 7B model. Path (0, 2) is the most likely candidate of the
+first head, followed by the third most likely candidate of the second head.
+"""
 
 
 def paths_of(choices: Sequence[Sequence[int]]) -> list[TreePath]:
-    """The paths of a tree, shorter ones first. Raises `ValueError` for a path whose prefix is missing."""
+    """Return the paths of a tree, shorter ones first. Raises `ValueError` for a path whose prefix is missing."""
     paths = sorted({tuple(path) for path in choices}, key=lambda path: (len(path), path))
     if not paths or not paths[0]:
         raise ValueError("medusa_choices must be paths of one rank at least")
@@ -51,7 +52,7 @@ def paths_of(choices: Sequence[Sequence[int]]) -> list[TreePath]:
 
 
 def tree_of(paths: Sequence[TreePath]) -> DraftTree:
-    """The tree of paths in the order of `paths_of`."""
+    """Return the tree of paths in the order of `paths_of`."""
     numbers = {(): -1, **{path: number for number, path in enumerate(paths)}}
     return DraftTree(tuple(numbers[path[:-1]] for path in paths))
 
@@ -97,7 +98,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_places(self) -> int:
-        """Length of the longest draft; 0 where nothing is guessed."""
+        """Length of the longest draft; 0 if speculative decoding is disabled."""
         if self.method == "medusa":
             return max(len(path) for path in self.medusa_choices or MC_SIM_7B_63)
         return self.num_speculative_tokens if self.method is not None else 0

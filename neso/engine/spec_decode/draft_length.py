@@ -1,4 +1,4 @@
-"""Chooses the number of draft tokens that maximizes throughput."""
+"""Choice of the number of draft tokens that maximizes throughput."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ from collections.abc import Sequence
 
 _SMOOTHING = 0.05
 _FORGET = 0.98
-"""Decay of earlier steps in the measurement of costs."""
+"""Decay factor of older steps in the cost measurement."""
 PROBE_EVERY = 128
-"""If drafts do not pay, steps until one token is proposed again for a few steps, because texts change."""
+"""If drafts do not pay off: number of steps until one draft token is proposed again for a few steps, because the text
+may have become more predictable.
+"""
 _PROBE_STEPS = 4
 _VARY_EVERY = 24
-"""If drafts pay, steps until one without drafts (which measures their cost) or with longer ones."""
+"""If drafts pay off: number of steps until a step without drafts (to measure their cost) or with longer drafts."""
 _STEPS_TO_LEARN = 16
 
 
 class DraftLength:
-    """Chooses the length of drafts that gives the most tokens per second.
+    """Chooses the draft length that gives the most tokens per second.
 
-    Measured continuously: how often the token at each position of a draft is accepted if those before it are, and the
-    cost of a step as a constant plus a cost per row. With few sequences, a step is bound by reading the weights and
-    drafts are almost free; with many, each row costs time, and rejected drafts waste it.
+    It continuously measures how often the token at each draft position is accepted given that the previous ones are,
+    and the cost of a step as a constant plus a cost per row. With few sequences, a step is bound by reading the weights
+    and drafts are almost free. With many sequences, each row costs time, and rejected drafts waste it.
 
-    `longest` is the initial length; `fixed` keeps it. `rows_of[length - 1]`: tokens of a draft of that length, which
-    are more in a tree.
+    `longest` is the initial length; `fixed` keeps it. `rows_of[length - 1]`: number of tokens in a draft of that
+    length, which is larger for trees.
     """
 
     def __init__(self, longest: int, *, fixed: bool = False, rows_of: Sequence[int] | None = None) -> None:
         self.longest = longest
         self._fixed = fixed
         self._rows_of = rows_of or range(1, longest + 1)
-        # Optimistic: what is never tried is never learned.
+        # Start optimistic: the acceptance rate of lengths that are never tried cannot be measured.
         self._accepted = [0.8] * longest
         self._cost = LineFit()
         self._propose_seconds = 0.0
@@ -38,7 +40,7 @@ class DraftLength:
         self._probing_until = _STEPS_TO_LEARN
 
     def choose(self, num_decoding: int) -> int:
-        """Draft tokens for each of `num_decoding` sequences; 0 for none."""
+        """Return the number of draft tokens for each of `num_decoding` sequences; 0 for no drafts."""
         if self._fixed or not num_decoding:
             return self.longest
         self._steps += 1
@@ -69,23 +71,25 @@ class DraftLength:
         return best
 
     def observe_draft(self, num_tokens: int, num_accepted: int) -> None:
-        """Record a draft. Tokens after the first rejected one give no information."""
+        """Record the result of a draft. Tokens after the first rejected one give no information."""
         for place in range(min(num_tokens, num_accepted + 1, self.longest)):
             hit = float(place < num_accepted)
             self._accepted[place] += _SMOOTHING * (hit - self._accepted[place])
 
     def observe_proposal(self, length: int, seconds: float) -> None:
-        """Record how long proposing `length` tokens took, for all sequences together."""
+        """Record the seconds taken to propose `length` tokens for all sequences together."""
         self._propose_seconds += _SMOOTHING * (seconds / length - self._propose_seconds)
 
     def observe_step(self, num_decoding: int, num_drafts: int, seconds: float) -> None:
-        """Record a step without prompts: sequences that decoded, draft tokens, and its duration."""
+        """Record the number of decoding sequences, the number of draft tokens and the duration of a step without
+        prompts.
+        """
         if num_decoding:
             self._cost.add(num_decoding + num_drafts, seconds)
 
 
 class LineFit:
-    """Seconds of a step by its rows: linear regression over recent measurements."""
+    """Duration of a step in seconds as a function of its rows: linear regression over recent measurements."""
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
@@ -99,12 +103,12 @@ class LineFit:
         self._products = self._products * _FORGET + rows * seconds
 
     def at(self, rows: int) -> float:
-        """Expected seconds, more than 0."""
+        """Return the expected seconds, greater than 0."""
         if not self._weight:
             return 1.0
         mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
         spread = self._squares / self._weight - mean_rows * mean_rows
-        # With one number of rows only there is no slope to see: what does not grow is what decoding is at its best.
+        # With a single number of rows the slope cannot be estimated; assume that rows are free.
         slope = 0.0
         if spread > 1e-9 * max(1.0, mean_rows * mean_rows):
             slope = max(0.0, (self._products / self._weight - mean_rows * mean) / spread)

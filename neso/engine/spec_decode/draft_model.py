@@ -1,10 +1,11 @@
-"""Guesses by a smaller model of the same vocabulary.
+"""Draft tokens proposed by a smaller model with the same vocabulary.
 
-It has a key-value cache of the same layout as the model's and no books of its own: block tables name the blocks of
-both caches. It computes what the model computes, in the same step, so blocks that are found in the prefix cache, shared
-by forks or copied hold its keys and values too. Where it lags behind, by the last token of a draft that was accepted
-as a whole, or because guessing was off, it catches up in one step. What is missing then costs guesses, not exactness.
-Its context may be shorter than the model's: what lies behind it is neither computed nor guessed for.
+The draft model has its own KV cache with the same layout as the model's, and no accounting of its own: block tables
+index both caches. It computes the same tokens as the model in the same step, so blocks that are reused from the prefix
+cache, shared by forks or copied are valid in both caches. If it lags behind (by the last token of a fully accepted
+draft, or because drafting was disabled), it catches up in one step. Missing keys and values reduce the acceptance rate,
+never the correctness. Its context may be shorter than the model's: positions after its end are neither computed nor
+drafted.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from neso.engine.spec_decode.speculator import Proposer
 from neso.engine.spec_decode.verification import draw_one, probabilities_of
 
 MAX_CATCH_UP_TOKENS = 512
-"""Tokens of a sequence that it computes in a step at most; one that is further behind is guessed for later."""
+"""Maximum number of tokens of a sequence that the draft model computes in one step. A sequence that lags further behind
+gets drafts in a later step.
+"""
 
 
 @dataclass(slots=True)
 class _Work:
-    """New tokens of a sequence for the draft model, from a position on. `draft`: to be continued, None to catch up."""
+    """New tokens of a sequence for the draft model, starting at a position. `draft`: the draft to extend; None to only
+    catch up.
+    """
 
     sequence: Sequence
     start: int
@@ -40,9 +45,9 @@ class _Work:
 
 
 class DraftModelProposer(Proposer):
-    """Runs a draft model beside the model; `vocab_size` is the model's own.
+    """Runs a draft model beside the model; `vocab_size` is the vocabulary size of the model.
 
-    With `probabilistic`, guesses for requests with a temperature are drawn as the request draws.
+    With `probabilistic`, draft tokens of requests with a temperature are sampled with the parameters of the request.
     """
 
     def __init__(
@@ -81,7 +86,7 @@ class DraftModelProposer(Proposer):
         for sequence in promised.values():
             sequence.draft = None
         work = [item for item in found if item is not None]
-        # A step without prompts and drafts can be caught up with later.
+        # A step without prompts and drafts can be computed later, when the draft model catches up.
         computes = drafting or step.block_copies or not all(scheduled.decodes for scheduled in step.scheduled)
         for item in work:
             end = item.start + (len(item.token_ids) if computes else 0)
@@ -90,9 +95,9 @@ class DraftModelProposer(Proposer):
             self._guess(work, drafting, step.block_copies)
 
     def _catch_up(self, scheduled: ScheduledSequence) -> _Work | None:
-        """What the draft model has to compute to be where the model will be, without the draft.
+        """Return the tokens to compute so that the draft model reaches the model's position, without the draft.
 
-        None where the whole of its context is computed and the sequence has left it.
+        Returns None if its whole context is computed and the sequence is longer than that.
         """
         sequence = scheduled.sequence
         end = scheduled.end - scheduled.num_draft_tokens
@@ -103,7 +108,7 @@ class DraftModelProposer(Proposer):
         if computed >= longest < end:
             return None
         end = min(end, longest)
-        # What it computed behind the known tokens were guesses that turned out wrong.
+        # Positions computed after the known tokens belong to rejected draft tokens.
         start = min(computed, end - 1)
         if self._has_passed(sequence, start):
             start = max(start, min(sequence.num_computed_tokens, end - 1))
@@ -111,7 +116,7 @@ class DraftModelProposer(Proposer):
         return _Work(sequence, start, sequence.token_ids[start:end])
 
     def _has_passed(self, sequence: Sequence, position: int) -> bool:
-        """Whether a window has given back what the draft model needs to compute a token that the model has already."""
+        """Whether blocks with keys that the draft model needs at `position` were freed because they left the window."""
         window = self._runner.window
         if window is None:
             return False
@@ -119,7 +124,7 @@ class DraftModelProposer(Proposer):
         return NO_BLOCK in sequence.block_table[first : position // self._block_size]
 
     def _guess(self, work: list[_Work], drafting: list[_Work], copies: list[tuple[int, int]]) -> None:
-        """Catch up, then guess token by token."""
+        """Catch up, then draft one token at a time."""
         for item in drafting:
             assert item.draft is not None
             item.draft.token_ids = []
@@ -138,9 +143,9 @@ class DraftModelProposer(Proposer):
         return _Work(item.sequence, position, item.draft.token_ids[-1:])
 
     def _step(self, work: list[_Work], wanted: list[bool], copies: list[tuple[int, int]]) -> Logits:
-        """Compute the tokens; logits of the last one of those wanted."""
+        """Compute the tokens; return the logits of the last token of each wanted item."""
         self._steps += 1
-        # A vocabulary may be padded less than the model's.
+        # The vocabulary may have less padding than the model's.
         token_ids = np.array([token for item in work for token in item.token_ids], np.int32)
         query_start = np.cumsum([0, *(len(item.token_ids) for item in work)], dtype=np.int32)
         tables = np.full((len(work), max(len(item.sequence.block_table) for item in work)), -1, np.int32)
@@ -160,7 +165,7 @@ class DraftModelProposer(Proposer):
         )
 
     def _append_tokens(self, drafting: list[_Work], logits: Logits) -> None:
-        """One more token for each draft, from its row."""
+        """Append one token to each draft, from its logits row."""
         count = len(drafting)
         zeros = np.zeros(count, np.float32)
         most_likely = SamplingBatch(
@@ -169,7 +174,8 @@ class DraftModelProposer(Proposer):
         tokens = self._runner.choose(logits, most_likely)
         for row, (item, token) in enumerate(zip(drafting, tokens.tolist(), strict=True)):
             assert item.draft is not None and item.state is not None
-            # A token that the model does not have, or none because of broken logits, is a wrong guess.
+            # A token outside the model's vocabulary, or INVALID_TOKEN from NaN logits, counts as a rejected draft
+            # token.
             if not 0 <= token < self._vocab_size:
                 token = 0
             if self._probabilistic and not item.state.params.greedy:
@@ -177,7 +183,7 @@ class DraftModelProposer(Proposer):
             item.draft.token_ids.append(token)
 
     def _draw(self, item: _Work, most_likely: int, logits: Float32Array) -> int:
-        """Draw a token as the request draws, and keep the distribution in the draft."""
+        """Sample a token with the request's parameters, and store the distribution in the draft."""
         assert item.draft is not None and item.state is not None
         if item.draft.probabilities is None:
             item.draft.probabilities = np.zeros((item.wanted, self._vocab_size), np.float32)

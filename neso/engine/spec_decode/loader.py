@@ -1,4 +1,4 @@
-"""From options to what guesses."""
+"""Creation of the speculative-decoding add-on from the options."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from neso.engine.config import EngineConfig
 
 MAX_VOCAB_PADDING = 1024
-"""By how many rows the vocabularies of a model and its draft model may differ: some are padded, to powers of two."""
+"""Maximum difference between the vocabulary sizes of a model and its draft model; some are padded to powers of two."""
 
 
 def load_draft_runner(config: EngineConfig, runner: Runner) -> Runner | None:
-    """Load the draft model, if the options name one, as the model is loaded. Raises `EngineError`."""
+    """Load the draft model named by the options, with the same settings as the model; None without a draft model.
+    Raises `EngineError`.
+    """
     options = config.speculation
     if options.method != "draft_model" or options.speculative_model is None:
         return None
@@ -48,7 +50,9 @@ def load_draft_runner(config: EngineConfig, runner: Runner) -> Runner | None:
 
 
 def _check_window(model: AttentionWindow | None, draft: AttentionWindow | None) -> None:
-    """Blocks that no token of the model sees any more are given back: the draft model must not need them."""
+    """Check that the draft model needs no blocks outside the model's window, because those are freed. Raises
+    `EngineError`.
+    """
     if model is not None and (draft is None or draft.size > model.size or draft.sinks > model.sinks):
         raise EngineError(
             "speculative_model attends to more of a sequence than the model, whose window it must have"
@@ -58,7 +62,7 @@ def _check_window(model: AttentionWindow | None, draft: AttentionWindow | None) 
 def make_speculation(
     config: EngineConfig, runner: Runner, draft_runner: Runner | None, layout: CacheLayout
 ) -> SpeculativeDecoding:
-    """The add-on for the options. Raises `EngineError` if the runner cannot do what they ask for."""
+    """Create the add-on for the options. Raises `EngineError` if the runner does not support them."""
     options = config.speculation
     if options.method is None:
         return SpeculativeDecoding()

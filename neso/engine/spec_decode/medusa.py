@@ -21,13 +21,13 @@ from neso.engine.weights.safetensors_file import SafetensorsFile
 from neso.engine.weights.source import CheckpointError, copy_as_float32
 
 Float32Array = npt.NDArray[np.float32]
-# "medusa_head.0.0.linear.weight" within a model, "0.0.linear.weight" in a file of its own.
+# "medusa_head.0.0.linear.weight" inside a model, "0.0.linear.weight" in a separate file.
 _NAME = re.compile(r"(?:medusa_head\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))")
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaHead:
-    """Residual blocks, then the vocabulary.
+    """Residual blocks followed by the output projection.
 
     - blocks: (float32[hidden, hidden], float32[hidden]) each: x + silu(weight @ x + bias)
     - output: float32[vocab_size, hidden]
@@ -37,7 +37,7 @@ class MedusaHead:
     output: Float32Array
 
     def logits(self, hidden: Float32Array) -> Float32Array:
-        """float32[R, hidden] -> float32[R, vocab_size]."""
+        """Compute float32[R, hidden] -> float32[R, vocab_size]."""
         for weight, bias in self.blocks:
             hidden = hidden + silu(linear(hidden, weight, bias))
         return linear(hidden, self.output)
@@ -45,13 +45,13 @@ class MedusaHead:
 
 @dataclass(frozen=True, slots=True)
 class MedusaHeads:
-    """Head i says the token i + 2 places after one whose hidden state it is given; the model's own says the next."""
+    """Heads on a hidden state. The model's own head predicts the next token, head i the token i + 2 positions later."""
 
     heads: list[MedusaHead]
 
     @classmethod
     def load(cls, directory: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
-        """From the safetensors files of a directory, in float32. Raises `CheckpointError`."""
+        """Load the heads in float32 from the safetensors files of a directory. Raises `CheckpointError`."""
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: there is no such directory")
         tensors = _tensors(directory)
@@ -63,7 +63,7 @@ class MedusaHeads:
         return cls(heads)
 
     def candidates(self, hidden: Float32Array, count: int) -> list[npt.NDArray[np.int64]]:
-        """For each head the `count` most likely tokens, most likely first: int64[R, count] each."""
+        """Return the `count` most likely tokens of each head, most likely first: int64[R, count] per head."""
         return [_most_likely(head.logits(hidden), count) for head in self.heads]
 
 
@@ -109,10 +109,10 @@ def _most_likely(logits: Float32Array, count: int) -> npt.NDArray[np.int64]:
 
 
 class MedusaProposer(Proposer):
-    """Asks the heads wherever a token was sampled, and lays their candidates out as a tree.
+    """Runs the heads on the hidden state of each sampled token, and arranges their candidates as a tree.
 
-    The runner must have "tree_attention" and "hidden_states". Raises `ValueError` for a tree deeper than there are
-    heads.
+    The runner must have "tree_attention" and "hidden_states". Raises `ValueError` if the tree is deeper than the number
+    of heads.
     """
 
     def __init__(self, runner: Runner, heads: MedusaHeads, paths: Many[TreePath]) -> None:
@@ -126,11 +126,11 @@ class MedusaProposer(Proposer):
         self._heads = MedusaHeads(heads.heads[: self.depth])
         self._paths = paths
         self._ranks = 1 + max(max(path) for path in paths)
-        # By depth: a tree that may be so deep only.
+        # Indexed by depth: the tree truncated to that depth.
         self._trees = [tree_of(paths[: self.num_nodes(depth)]) for depth in range(self.depth + 1)]
 
     def num_nodes(self, depth: int) -> int:
-        """Nodes of the tree down to a depth."""
+        """Return the number of nodes of the tree down to a depth."""
         return sum(len(path) <= depth for path in self._paths)
 
     def propose(self, sequence: Sequence, max_tokens: int) -> Draft | None:

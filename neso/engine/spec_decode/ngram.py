@@ -7,14 +7,14 @@ from neso.engine.core.sequence import Sequence
 from neso.engine.spec_decode.speculator import Proposer
 
 MAX_CANDIDATES = 16
-"""Limit of the earlier matches that are compared, the latest first."""
+"""Maximum number of earlier matches that are compared, latest first."""
 
 
 class NgramProposer(Proposer):
     """Finds the last tokens of a sequence earlier in it, and proposes the tokens that followed.
 
-    Of the positions that match the last `shortest` tokens, it takes the one with the longest match, up to `longest`
-    tokens, and of those the latest.
+    Among the positions that match the last `shortest` tokens, it chooses the longest match, up to `longest` tokens, and
+    the latest position in case of a tie.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -35,7 +35,7 @@ class NgramProposer(Proposer):
             return None
         proposed: list[int] = []
         for place in range(start, start + max_tokens):
-            # After the end of the text the proposal repeats itself.
+            # Past the end of the text, the proposal repeats itself.
             proposed.append(tokens[place] if place < len(tokens) else proposed[place - len(tokens)])
         return Draft(proposed)
 
@@ -50,9 +50,11 @@ class NgramIndex:
         self._indexed = shortest - 1
 
     def find(self, tokens: list[int]) -> int | None:
-        """The position behind the best match of the last tokens. `tokens` begin with those of the last call."""
+        """Return the position after the best match of the last tokens. `tokens` must start with the tokens of the
+        previous call.
+        """
         size, ends = self._shortest, self._ends
-        # The last n-gram is not indexed, so that it does not find itself.
+        # Do not index the last n-gram, because it would match itself.
         for end in range(self._indexed + 1, len(tokens)):
             ends.setdefault(tuple(tokens[end - size : end]), []).append(end)
         self._indexed = max(self._indexed, len(tokens) - 1)
@@ -69,7 +71,7 @@ class NgramIndex:
         return best
 
     def _common(self, tokens: list[int], place: int) -> int:
-        """Number of tokens before `place` that equal the last ones, at most `longest`."""
+        """Return the number of tokens before `place` that equal the last tokens, at most `longest`."""
         length = self._shortest
         while (
             length < min(self._longest, place)

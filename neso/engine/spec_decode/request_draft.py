@@ -1,4 +1,4 @@
-"""Drafts that come with a request."""
+"""Drafts supplied with requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from neso.generation.sampling_params import SamplingParams
 
 
 def draft_of(request: EngineRequest) -> Draft | None:
-    """The draft of a request as its sequence has it: one token must be left to come behind it."""
+    """Return the draft supplied with a request, cut so that one more token can follow it."""
     given = request.draft
     if given is None or request.max_tokens < 2:
         return None
@@ -28,8 +28,10 @@ def draft_of(request: EngineRequest) -> Draft | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RowsOfLogits:
-    """The distributions of a draft whose logits float32[N, V] came with it, each made where it is asked for: those
-    behind the first wrong token never are."""
+    """Distributions of a draft from the logits float32[N, V] supplied with it.
+
+    Each is computed on first access, because those after the first rejected token are never used.
+    """
 
     logits: npt.NDArray[np.float32]
     params: SamplingParams

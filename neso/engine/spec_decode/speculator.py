@@ -29,26 +29,28 @@ logger = logging.getLogger(__name__)
 
 
 class Proposer:
-    """Proposes draft tokens. What it keeps of a sequence is `sequence.addons[self]`."""
+    """Proposes draft tokens. It stores its state of a sequence in `sequence.addons[self]`."""
 
     def propose(self, sequence: Sequence, max_tokens: int) -> Draft | None:
-        """At most `max_tokens` draft tokens that follow the known ones; None for no draft.
+        """Propose at most `max_tokens` draft tokens that follow the known ones; None for no draft.
 
-        The number of tokens must be right; the tokens themselves may be set in `complete`.
+        The number of tokens must be final; the tokens themselves may be set in `complete`.
         """
         raise NotImplementedError
 
     def complete(self, step: Step) -> None:
-        """A step is scheduled: drafts may have been cut, blocks are allocated. Called before every step."""
+        """Fill in draft tokens. Called before every step, after scheduling: drafts may have been cut, and blocks are
+        allocated.
+        """
 
     def observe(self, sequences: list[Sequence], verified: list[Verified]) -> None:
-        """The sequences that were sampled in a step, before their tokens are appended."""
+        """Receive the sequences that were sampled in a step, before their tokens are appended."""
 
 
 class SpeculativeDecoding(Addon):
-    """Verifies the drafts of requests, and those of a proposer if there is one.
+    """Verifies the drafts supplied with requests, and those of a proposer if there is one.
 
-    A draft never fails a request: when a proposer raises, no more drafts are proposed.
+    A draft never fails a request: if a proposer raises, no more drafts are proposed.
     """
 
     def __init__(self, proposer: Proposer | None = None, length: DraftLength | None = None) -> None:
@@ -69,7 +71,7 @@ class SpeculativeDecoding(Addon):
             child.addons[self] = True
 
     def begin_step(self, scheduler: Scheduler) -> Failures:
-        """Propose drafts for the sequences that need nothing but their next token."""
+        """Propose drafts for the sequences that are decoding."""
         if self.proposer is None:
             return []
         decoding = [
@@ -82,13 +84,13 @@ class SpeculativeDecoding(Addon):
             return []
         try:
             for sequence in decoding:
-                # A sampled token follows the drafts, so a sequence that may have only one more token needs none.
+                # A sampled token follows the draft, so a sequence with only one token left needs no draft.
                 room = sequence.request.max_tokens - sequence.num_output_tokens - 1
                 if sequence.draft is None and room > 0:
                     sequence.draft = self.proposer.propose(sequence, min(max_tokens, room))
         except Exception:
             self._give_up()
-            # `complete` may have had to set their tokens.
+            # The tokens of a draft may only be set in `complete`.
             for sequence in decoding:
                 sequence.draft = None
         return []
@@ -113,7 +115,7 @@ class SpeculativeDecoding(Addon):
         return []
 
     def extend(self, step: Step) -> None:
-        """Add trees of drafts, and the copies that accepted tokens of trees need."""
+        """Add draft trees to the step, and the block copies required by accepted tokens of trees."""
         copies = []
         has_tree = False
         if not step.users(self):
@@ -138,7 +140,7 @@ class SpeculativeDecoding(Addon):
         num_drafts: list[int],
         masks: RowMasks | None,
     ) -> list[tuple[list[SampledToken], list[int]]]:
-        """For each sequence its next tokens, at least one, and the indices of the draft tokens that were accepted."""
+        """Return for each sequence its next tokens (at least one) and the indices of the accepted draft tokens."""
         states = [state_of(sequence) for sequence in sequences]
         drafts = [sequence.draft for sequence in sequences]
         verified = verify(sampler, logits, states, drafts, num_drafts, masks)

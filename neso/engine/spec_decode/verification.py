@@ -1,7 +1,7 @@
 """Verification of draft tokens.
 
-Without a draft distribution, a draft token is accepted if it equals the token that is sampled in its place. The output
-is the same as without drafts, because the random number of each position is the same.
+Without a draft distribution, a draft token is accepted if it equals the token sampled at its position. The output is
+the same as without drafts, because the random number of each position is the same.
 
 A token drawn from a distribution q is accepted with the probability min(1, p / q); in place of the first rejected one,
 a token is drawn from max(p - q, 0) (arXiv 2211.17192, 2302.01318). The output has the model's distribution p, but the
@@ -36,10 +36,9 @@ Probabilities = npt.NDArray[np.floating[Any]]
 def probabilities_of(
     logits: npt.NDArray[np.float32], params: SamplingParams, top_p: float | None = None
 ) -> npt.NDArray[np.float64]:
-    """What `token_sampling.choose` draws from for a row float32[V]: float64[V], its sum 1.
+    """Return the distribution from which `token_sampling.choose` draws for a row float32[V]: float64[V] with sum 1.
 
-    `top_p` where it is not that of the parameters any more. Without a temperature, where nothing is drawn, the
-    distribution at the temperature 1.
+    `top_p` overrides the value in the parameters. Greedy requests get the distribution at temperature 1.
     """
     draws = SamplingBatch.of([params], np.zeros(1), None, None if top_p is None else [top_p])
     temperature = np.ones(1, np.float32) if params.greedy else draws.temperature
@@ -50,7 +49,7 @@ def probabilities_of(
 
 
 def draw_one(weights: Probabilities, uniform: float) -> int:
-    """Draw an index from float[V], which need not sum to 1."""
+    """Draw an index with weights float[V], which need not sum to 1."""
     return int(draw(weights[None], np.array([uniform]))[0])
 
 
@@ -73,9 +72,9 @@ class Verified:
 
 @dataclass(slots=True)
 class _Rows:
-    """The logits rows of a sequence: behind the last known token, and behind each token of its draft.
+    """The logits rows of a sequence: one after the last known token, and one after each draft token.
 
-    `uniforms` and `states` are those of the rows; rows of equal depth in a tree have the same random number.
+    `uniforms` and `states` are per row; rows of equal depth in a tree have the same random number.
     """
 
     first: int
@@ -86,7 +85,7 @@ class _Rows:
 
     @property
     def parents(self) -> list[int]:
-        """Of each draft token, the row that decides about it, counted from `first`."""
+        """For each draft token, the row that verifies it, relative to `first`."""
         if self.draft is not None and self.draft.tree is not None:
             return [parent + 1 for parent in self.draft.tree.parents[: self.num_drafts]]
         return list(range(self.num_drafts))
@@ -100,9 +99,9 @@ def verify(
     num_drafts: list[int],
     masks: RowMasks | None = None,
 ) -> list[Verified]:
-    """Sample what each sequence gets from its rows of float32[R, V] (which may be changed).
+    """Sample the new tokens of each sequence from its rows of float32[R, V] (which may be changed).
 
-    Sequence i has 1 + num_drafts[i] rows, and so have the masks. Its state counts the tokens that it got.
+    Sequence i has 1 + num_drafts[i] rows in the logits and in the masks. Its state is updated with the new tokens.
     """
     groups = []
     first = 0
@@ -127,7 +126,7 @@ def verify(
 
 
 def _wants_equality(draft: Draft, state: SamplingState) -> bool:
-    """Greedy sequences always compare tokens, however the draft was made."""
+    """Whether tokens are compared for equality; always for greedy sequences, whatever proposed the draft."""
     return draft.acceptance_threshold is None and (draft.probabilities is None or state.params.greedy)
 
 
@@ -135,7 +134,7 @@ def _rows_of(first: int, state: SamplingState, draft: Draft | None, count: int) 
     if draft is None or not count:
         return _Rows(first, None, 0, [], [state])
     depths = [0, *(draft.tree.depths[:count] if draft.tree is not None else range(1, count + 1))]
-    # A tree's first nodes need not reach as deep as its last ones.
+    # The first nodes of a tree need not be as deep as its last ones.
     uniforms = [0.0 if state.params.greedy else state.uniform() for _ in range(max(depths) + 1)]
     rows = _Rows(first, draft, count, uniforms, [state.after((), uniforms[0])])
     for parent, token, depth in zip(rows.parents, draft.token_ids[:count], depths[1:], strict=True):
@@ -144,7 +143,7 @@ def _rows_of(first: int, state: SamplingState, draft: Draft | None, count: int) 
 
 
 def _raw_rows(logits: Logits, groups: list[_Rows]) -> dict[int, FloatRow]:
-    """Rows as the model gave them, where another token than the sampler's may need its log probability."""
+    """Copy the unmodified logits rows that may be needed for the log probability of a replacement token."""
     raw = {}
     for group in groups:
         draft = group.draft
@@ -156,7 +155,7 @@ def _raw_rows(logits: Logits, groups: list[_Rows]) -> dict[int, FloatRow]:
 
 
 def _masked_rows(group: _Rows, logits: Logits, masks: RowMasks | None) -> list[FloatRow]:
-    """The rows of a sequence as tokens are drawn from them; penalties have been applied already."""
+    """Return the rows of a sequence with masks applied; penalties have been applied already."""
     rows = [np.array(logits[group.first + number]) for number in range(1 + group.num_drafts)]
     for index, row in enumerate(() if masks is None else masks.rows.tolist()):
         if group.first <= row <= group.first + group.num_drafts:
@@ -174,11 +173,11 @@ def _accept_equal(group: _Rows, tokens: list[SampledToken]) -> Verified:
         children.setdefault((parent, group.draft.token_ids[number]), number)
     result = Verified([tokens[0]], row=group.first)
     node: int | None = children.get((0, tokens[0].token_id))
-    # A draft is a token: one that stands for broken logits equals none.
+    # Draft tokens are valid token ids, so INVALID_TOKEN never matches.
     while node is not None:
         token = tokens[node + 1]
         if token.token_id == INVALID_TOKEN:
-            # The tokens before are good. The next step meets the same logits, without any before them.
+            # The tokens before are valid. The next step computes the same logits first, and reports the error.
             break
         result.path.append(node)
         result.tokens.append(token)
@@ -194,7 +193,7 @@ def _accept_at_random(
     state: SamplingState,
     raw: dict[int, FloatRow],
 ) -> Verified:
-    """Accept draft tokens one after another by their probabilities."""
+    """Accept draft tokens in order, each with its acceptance probability."""
     draft = group.draft
     assert draft is not None
     tests = [state.uniform() for _ in range(group.num_drafts)]
@@ -212,7 +211,8 @@ def _accept_at_random(
     else:
         number = group.num_drafts
     if tokens[number].token_id == INVALID_TOKEN and kept:
-        # As in _accept_equal: what is kept ends with a token whose logits are computed again.
+        # As in _accept_equal: the result ends with an accepted token, and the invalid logits after it are computed
+        # again.
         return Verified(kept, list(range(number - 1)), group.first + number - 1)
     return Verified([*kept, tokens[number]], list(range(number)), group.first + number)
 
@@ -220,18 +220,18 @@ def _accept_at_random(
 def _test(
     draft: Draft, number: int, target: Probabilities, test: float, uniform: float
 ) -> tuple[bool, int | None]:
-    """Whether a draft token is accepted; if not, its replacement, None for the sampled token."""
+    """Return whether a draft token is accepted, and if not, its replacement; None for the sampled token."""
     token = draft.token_ids[number]
     drafted = None if draft.probabilities is None else draft.probabilities[number]
     drawn_with = 1.0 if drafted is None else float(drafted[token])
     if draft.acceptance_threshold is not None:
-        # What is kept out is never taken, however unlikely the draft was where it was drawn.
+        # A token with probability 0 is never accepted, even if its draft probability is tiny.
         return bool(0 < target[token] >= draft.acceptance_threshold * drawn_with), None
     assert drafted is not None
     if test * drawn_with < target[token]:
         return True, None
     rest = np.maximum(target - drafted, 0)
-    # Rounding may leave nothing where the two are alike.
+    # If both distributions are equal, rounding may leave an empty rest.
     return False, draw_one(rest if rest.any() else target, uniform)
 
 

@@ -1,1 +1,1 @@
-"""Images in prompts: from files to pixels, and from pixels to rows for the language model."""
+"""Images in prompts: converts files to pixels, and pixels to embeddings for the language model."""

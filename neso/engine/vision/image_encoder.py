@@ -1,4 +1,4 @@
-"""A vision tower: computes the embeddings of images in prompts."""
+"""Vision tower: computes the embeddings of images in prompts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from neso.engine.weights.source import TensorSource
 Float32Array = npt.NDArray[np.float32]
 
 CACHE_BYTES = 256 << 20
-"""Size of the cache of embeddings: in a chat the same image is sent with every message."""
+"""Size of the embedding cache in bytes. In a chat, the same image is sent with every message."""
 
 
 class ImageEncoder:
-    """Executes a `VisionSpec`, image by image."""
+    """Runs the model of a `VisionSpec`, one image at a time."""
 
     def __init__(
         self, spec: VisionSpec, tower: _Tower, layers: LayerStack, normalization: Normalization
@@ -43,15 +43,15 @@ class ImageEncoder:
         options: RunnerOptions,
         normalization: Normalization,
     ) -> ImageEncoder:
-        """Raises `CheckpointError` when a tensor is missing or does not fit, `UnsupportedOption`."""
+        """Load the tensors. Raises `CheckpointError` if a tensor is missing or does not fit, `UnsupportedOption`."""
         tensors = EncoderTensors(source, spec.prefixes)
         layers = stack.load(spec.layers, tensors, options)
         return cls(spec, _Tower.load(spec, tensors), layers, normalization)
 
     def embedding_rows(self, images: list[PromptImage]) -> EmbeddingRows:
-        """The embeddings of a prompt's images, computed when a step first needs one.
+        """Return the embeddings of a prompt's images, computed when a step first needs one.
 
-        Their digests are those of the pixels, so prefixes that are cached do not need the tower.
+        Their digests are those of the pixels, so cached prefixes do not need the tower.
         """
         digests = [blake2b(image.pixels, digest_size=16).digest() for image in images]
         positions = np.concatenate([np.frombuffer(image.positions, np.int32) for image in images])
@@ -70,7 +70,7 @@ class ImageEncoder:
         return EmbeddingRows(positions, compute, keys)
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> Float32Array:
-        """Embeddings float32[tokens_per_image, output_size] of an image uint8[image_size, image_size, 3]."""
+        """Compute embeddings float32[tokens_per_image, output_size] of an image uint8[image_size, image_size, 3]."""
         self.num_encoded += 1
         spec, tower = self.spec, self._tower
         patches = _patches(self._normalization.apply(pixels), spec.patch_size)
@@ -96,14 +96,14 @@ class ImageEncoder:
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """(pixel * scale - mean) / deviation, by channel."""
+    """(pixel * scale - mean) / deviation, per channel."""
 
     scale: float
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
 
     def apply(self, pixels: npt.NDArray[np.uint8]) -> Float32Array:
-        """float32[height, width, 3] of uint8 ones."""
+        """Convert uint8[height, width, 3] to float32[height, width, 3]."""
         mean, deviation = (np.array(values, np.float32) for values in (self.mean, self.deviation))
         scaled = (pixels.astype(np.float64) * self.scale).astype(np.float32)
         normalized: Float32Array = np.divide(scaled - mean, deviation, dtype=np.float32)
@@ -112,7 +112,7 @@ class Normalization:
 
 @dataclass(frozen=True, slots=True)
 class _Tower:
-    """Tensors outside the layers. `patches` [hidden, 3 * patch_size ** 2], channels first."""
+    """Tensors outside the layers. `patches`: [hidden, 3 * patch_size ** 2], channels first."""
 
     class_token: Float32Array
     patches: Float32Array
@@ -147,7 +147,7 @@ class _Tower:
 
 
 def _patches(image: Float32Array, size: int) -> Float32Array:
-    """float32[height, width, 3] cut into squares, row by row: [patches, 3 * size * size], channels first."""
+    """Cut float32[height, width, 3] into squares, row by row: [patches, 3 * size * size], channels first."""
     rows, columns = image.shape[0] // size, image.shape[1] // size
     cut = image[: rows * size, : columns * size].reshape(rows, size, columns, size, 3)
     return np.ascontiguousarray(cut.transpose(0, 2, 4, 1, 3)).reshape(rows * columns, -1)

@@ -1,4 +1,4 @@
-"""Converts image files to the pixels for a vision tower, like the CLIP processor of Hugging Face."""
+"""Converts image files to pixels for a vision tower, like the CLIP processor of Hugging Face."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 1 << 26
-"""Limit of the pixels of a file, and of the resized image; checked before memory is allocated."""
+"""Limit of the number of pixels of a file and of the resized image; checked before memory is allocated."""
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
@@ -31,10 +31,10 @@ _BICUBIC = 3
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessor:
-    """Resizes an image and crops the centre.
+    """Resizes an image and crops its center.
 
     - resize_to: (shorter edge,) or (height, width); None: no resizing
-    - crop: pixels of each edge of the square that is cropped
+    - crop: edge length in pixels of the cropped square
     """
 
     resize_to: tuple[int, ...] | None
@@ -44,7 +44,7 @@ class ImageProcessor:
 
     @classmethod
     def from_directory(cls, directory: Path, image_size: int) -> ImageProcessor:
-        """From preprocessor_config.json, with CLIP's defaults. Raises `UnsupportedModel`."""
+        """Read preprocessor_config.json, with CLIP's defaults. Raises `UnsupportedModel`."""
         path = next((p for p in _config_files(directory) if p.is_file()), None)
         config = {} if path is None else _read(path)
         kind = str(config.get("image_processor_type", "CLIPImageProcessor"))
@@ -66,7 +66,7 @@ class ImageProcessor:
         )
 
     def pixels(self, image: Any) -> npt.NDArray[np.uint8]:
-        """uint8[crop, crop, 3] of a file's bytes, its base64 or data: URL, a Pillow image or uint8[H, W, 3].
+        """Return uint8[crop, crop, 3] for an image file's bytes, base64 or data: URL, a Pillow image or uint8[H, W, 3].
 
         Raises `InvalidParameter("images", …)`.
         """
@@ -84,7 +84,7 @@ class ImageProcessor:
 
 
 def open_image(image: Any) -> Image:
-    """An RGB image of what `GenerationRequest.images` may hold. Raises `InvalidParameter("images", …)`."""
+    """Open an element of `GenerationRequest.images` as an RGB image. Raises `InvalidParameter("images", …)`."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -118,7 +118,7 @@ def open_image(image: Any) -> Image:
 
 
 def decode_base64(text: str) -> bytes:
-    """Decode base64, which may have line breaks, with or without the prefix of a data: URL.
+    """Decode base64, with or without line breaks and the prefix of a data: URL.
 
     Raises `InvalidParameter("images", …)`.
     """
@@ -136,7 +136,7 @@ def decode_base64(text: str) -> bytes:
 
 
 def _resized(width: int, height: int, to: tuple[int, ...]) -> tuple[int, int]:
-    """Width and height of the resized image; with one edge given, it is the shorter one and the ratio is kept."""
+    """Return the width and height of the resized image. A single edge in `to` is the shorter one."""
     if len(to) == 2:
         return to[1], to[0]
     short, long = min(width, height), max(width, height)
@@ -145,7 +145,7 @@ def _resized(width: int, height: int, to: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _cut_middle(pixels: npt.NDArray[np.uint8], size: int) -> npt.NDArray[np.uint8]:
-    """The centre square; black where the image is smaller."""
+    """Crop the center square; pad a smaller image with black."""
     height, width = pixels.shape[:2]
     if height < size or width < size:
         padded = np.zeros((max(size, height), max(size, width), 3), np.uint8)
@@ -175,7 +175,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _edges(size: Any) -> tuple[int, ...]:
-    """(shorter edge,) or (height, width) from the size in a processor's configuration."""
+    """Return (shorter edge,) or (height, width) from the size in a processor configuration."""
     if isinstance(size, int):
         return (size,)
     if isinstance(size, dict) and isinstance(size.get("shortest_edge"), int):

@@ -1,4 +1,4 @@
-"""Placeholders for images in prompts."""
+"""Image placeholders in prompts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from neso.generation import GenerationRequest, InvalidParameter
 
 
 class VisionInfo(msgspec.Struct, frozen=True):
-    """`image_token_id` stands for an image in a prompt, which takes `tokens_per_image` of the context.
+    """`image_token_id` represents an image in a prompt; an image takes `tokens_per_image` tokens of the context.
 
-    `image_size`: pixels of each edge of the square that the tower takes.
+    `image_size`: edge length in pixels of the tower's square input.
     """
 
     image_token_id: int
@@ -34,11 +34,11 @@ class ImagePrompt:
     info: VisionInfo
 
     def expanded_length(self, token_ids: list[int]) -> int:
-        """Tokens of the prompt when every image has its rows."""
+        """Return the number of tokens of the prompt with all image placeholders expanded."""
         return len(token_ids) + token_ids.count(self.info.image_token_id) * (self.info.tokens_per_image - 1)
 
     def place(self, request: GenerationRequest, token_ids: list[int]) -> tuple[list[int], list[PromptImage]]:
-        """The prompt with placeholders for every row of an image, and the images. Raises `InvalidParameter`."""
+        """Return the prompt with one placeholder per image embedding, and the images. Raises `InvalidParameter`."""
         count, image_token = self.info.tokens_per_image, self.info.image_token_id
         found = token_ids.count(image_token)
         if found != len(request.images):
@@ -59,7 +59,7 @@ class ImagePrompt:
 
 
 def open_image_prompt(directory: Path | str, vision: VisionInfo | None) -> ImagePrompt | None:
-    """None for a model that takes text only. Raises `EngineError`."""
+    """Open the image processor of a model; None for text-only models. Raises `EngineError`."""
     if vision is None:
         return None
     try:

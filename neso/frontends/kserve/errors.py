@@ -1,4 +1,4 @@
-"""Statuses of server errors in both protocols."""
+"""HTTP and gRPC statuses of server errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATUSES: dict[ErrorCode, tuple[int, str]] = {
 
 
 def as_server_error(error: BaseException, operation: str) -> ServerError:
-    """`error` if it is a `ServerError`; otherwise it is logged and wrapped in an INTERNAL error."""
+    """Return a `ServerError` unchanged; log any other error and wrap it in an INTERNAL error."""
     if isinstance(error, ServerError):
         return error
     logger.error("unexpected error in %s", operation, exc_info=error)

@@ -42,7 +42,7 @@ class GenerateEndpoint:
         self._service = service
 
     async def generate(self, request: Request) -> Response:
-        """Exactly one response, as JSON. The status is that of the first response, even if more follow."""
+        """Return one JSON response. Its status is that of the first response, even if more follow."""
         stream, fields_of = self._submit(request)
         status = 0
         bodies: list[bytes] = []
@@ -60,7 +60,7 @@ class GenerateEndpoint:
         return Response(body, status or 200, headers=load_headers(request, self._service))
 
     async def generate_stream(self, request: Request) -> StreamingResponse:
-        """Every response as a server-sent event. The first response sets the status; later errors are events."""
+        """Send each response as a server-sent event. The first response sets the status; later errors are events."""
         stream, fields_of = self._submit(request)
         out: StreamingResponse | None = None
         try:
@@ -78,7 +78,7 @@ class GenerateEndpoint:
         return out or StreamingResponse(request, 200, _SSE)
 
     def _submit(self, request: Request) -> tuple[ResponseStream, TextFields | None]:
-        """The responses, and for a request without tensors the function that converts their results."""
+        """Submit the request. Return the responses, and without tensors also the function that converts results."""
         version = request.params.get("version", "")
         model = self._service.find_model(request.params["model"], version)
         if request.header("content-encoding") not in (None, "", "identity"):
@@ -99,9 +99,9 @@ class GenerateEndpoint:
 def _read_text_values(
     document: dict[str, Any], model: Model, inference: InferenceRequest
 ) -> dict[str, Any] | None:
-    """The values of the model's text inputs; other members become parameters of `inference`.
+    """Read the values of the model's text inputs; other members become parameters of `inference`.
 
-    None if the request needs tensors, or has an error, which `_read_tensors` raises.
+    Return None if the request needs tensors or is invalid; `_read_tensors` then raises the error.
     """
     types = model.text_inputs
     if "text_input" not in types:
@@ -135,7 +135,7 @@ def _read_text_values(
 
 
 def _is_unicode(value: Any) -> bool:
-    """False for text with a lone surrogate, which JSON can hold."""
+    """Return False for text with a lone surrogate, which JSON can represent."""
     if type(value) is not str or value.isascii():
         return True
     try:
@@ -149,7 +149,7 @@ def read_generate_request(body: bytes, model: Model, version: str) -> InferenceR
     """Map a JSON object to input tensors and parameters. Raises `InvalidArgument`.
 
     A key that names an input of the model sets that input, "id" sets the request id, and any other key is a
-    parameter. The members of "parameters" are treated like keys of the object itself.
+    parameter. The members of "parameters" are treated like top-level keys.
     """
     return _read_tensors(_read_document(body, model), model, version)
 
@@ -186,7 +186,7 @@ def _read_tensors(document: dict[str, Any], model: Model, version: str) -> Infer
 
 
 def write_generate_response(response: InferenceResponse, fields_of: TextFields | None = None) -> bytes:
-    """Parameters and outputs as one flat JSON object; a tensor with one element becomes a scalar."""
+    """Encode parameters and outputs as one flat JSON object; a tensor with one element becomes a scalar."""
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model_name
     document["model_version"] = response.model_version
@@ -201,7 +201,7 @@ def write_generate_response(response: InferenceResponse, fields_of: TextFields |
 
 
 def _response_body(response: InferenceResponse, fields_of: TextFields | None) -> tuple[bytes | None, int]:
-    """JSON body and HTTP status of a response; the body is None for an empty final response."""
+    """Return JSON body and HTTP status of a response; the body is None for an empty final response."""
     if response.flag_only:
         return None, 200
     try:
@@ -229,7 +229,7 @@ def _read_member(
 
 
 def _shape(spec: TensorMetadata, count: int) -> tuple[int, ...]:
-    """Shape of `count` elements: the innermost variable dimension takes what the fixed ones leave."""
+    """Return the shape of `count` elements: other variable dimensions than the innermost are 1."""
     shape = list(spec.shape)
     for extent in shape:
         if extent != -1:
@@ -249,7 +249,7 @@ def _shape_error(spec: TensorMetadata) -> InvalidArgument:
 
 
 def _check_unique(body: bytes, document: dict[str, Any], inputs: Container[str]) -> None:
-    """Reject duplicate inputs, of which orjson silently takes the last.
+    """Reject duplicate inputs. orjson silently keeps the last duplicate.
 
     The slow parser runs only if the body contains the quoted name of an input more than once.
     """

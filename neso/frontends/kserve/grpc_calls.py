@@ -1,4 +1,4 @@
-"""RPCs in flight. Each one ends with a status, also when the server stops."""
+"""RPCs in flight. Each RPC ends with a status, also when the server stops."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class HasActiveCalls(Protocol):
 
 
 class PendingCall(Protocol):
-    """A call that waits for its response without a task."""
+    """A call in flight that has no task."""
 
     def abort(self) -> None:
         """End the call with UNAVAILABLE."""
 
 
 class ActiveCalls:
-    """The RPCs in flight: tasks, calls without a task, and callbacks that end streams when the server stops."""
+    """RPCs in flight: tasks, calls without a task, and callbacks that end streams when the server stops."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -56,7 +56,7 @@ class ActiveCalls:
         self._stop_callbacks.discard(callback)
 
     def add_pending(self, call: PendingCall) -> None:
-        """Register a call that waits without a task."""
+        """Register a call that has no task."""
         self._pending.add(call)
 
     def remove_pending(self, call: PendingCall) -> None:
@@ -89,7 +89,7 @@ class ActiveCalls:
     async def run(
         self, name: str, context: grpc.aio.ServicerContext, coroutine: Coroutine[Any, Any, Reply]
     ) -> Reply:
-        """Result of an RPC's coroutine. Its errors become the status of the RPC."""
+        """Run an RPC's coroutine and return its result. Errors become the status of the RPC."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -112,7 +112,7 @@ class ActiveCalls:
 
 
 def rpc(method: Method[Servicer, Request, Reply]) -> Method[Servicer, Request, Reply]:
-    """Decorator for a servicer's methods that runs them in its `calls`."""
+    """Decorate a servicer's method so that it runs in the servicer's `calls`."""
 
     @functools.wraps(method)
     async def run(self: Servicer, request: Request, context: grpc.aio.ServicerContext) -> Reply:
@@ -122,7 +122,7 @@ def rpc(method: Method[Servicer, Request, Reply]) -> Method[Servicer, Request, R
 
 
 def text_metadata(context: grpc.aio.ServicerContext) -> Iterator[tuple[str, str]]:
-    """Key and value of the client's metadata, without binary values."""
+    """Return keys and values of the client's metadata, without binary values."""
     for key, value in context.invocation_metadata() or ():
         if isinstance(value, str):
             yield key, value

@@ -1,4 +1,4 @@
-"""Infer requests and responses over gRPC: bytes of the messages from and to the service's types.
+"""Codec of infer requests and responses over gRPC.
 
 Protobuf copies large tensors two or three times. Instead, raw inputs are cut out of the bytes before protobuf parses
 the rest, and raw outputs are appended to the bytes that protobuf has serialized: a message's fields may be
@@ -45,7 +45,7 @@ _LARGE_TENSOR = 64 * 1024  # bytes; copying smaller ones is faster than a view
 
 
 class InferMessage(NamedTuple):
-    """A `ModelInferRequest` and its raw inputs, which `request` may lack."""
+    """A `ModelInferRequest` and its raw inputs, which may be missing in `request`."""
 
     request: Any
     raw_inputs: Sequence[bytes]
@@ -66,7 +66,7 @@ def decode_infer_message(data: bytes) -> InferMessage:
 def read_infer_request(
     infer: InferMessage, shared_memory: SharedMemory
 ) -> tuple[InferenceRequest, OutputOptions]:
-    """The request in a message. Raises `ServerError`."""
+    """Read the request of a message. Raises `ServerError`."""
     message = infer.request
     request = InferenceRequest(message.model_name, {}, model_version=message.model_version, id=message.id)
     output = OutputOptions()
@@ -81,20 +81,20 @@ def read_infer_request(
 
 
 def encode_response(response: InferenceResponse, shared: Mapping[str, SharedMemoryWindow]) -> bytes:
-    """A `ModelInferResponse`. Outputs in `shared` are written there. Raises `ServerError` if they do not fit."""
+    """Encode a `ModelInferResponse`; write outputs in `shared` to shared memory. Raises `ServerError`."""
     return b"".join(_encode_parts(response, shared, final=None))
 
 
 def encode_stream_response(
     response: InferenceResponse, shared: Mapping[str, SharedMemoryWindow], *, final: bool
 ) -> bytes:
-    """The same as a `ModelStreamInferResponse`. `final`: it is the last response to its request."""
+    """Encode a `ModelStreamInferResponse`. `final`: this is the last response to its request."""
     parts = _encode_parts(response, shared, final=final)
     return b"".join((_INFER_RESPONSE, _encode_varint(sum(map(len, parts))), *parts))
 
 
 def encode_stream_error(model_name: str, request_id: str, error: ServerError, *, final: bool) -> bytes:
-    """A `ModelStreamInferResponse` for an error, with the id of the request."""
+    """Encode a `ModelStreamInferResponse` for an error, with the id of the request."""
     message = service_pb2.ModelStreamInferResponse(error_message=error.message)
     message.infer_response.model_name = model_name
     message.infer_response.id = request_id
@@ -103,7 +103,7 @@ def encode_stream_error(model_name: str, request_id: str, error: ServerError, *,
 
 
 def _split_raw_inputs(data: bytes) -> tuple[bytes, list[bytes]]:
-    """The message without its raw inputs, and copies of those (a view might be unaligned for its datatype)."""
+    """Return the message without its raw inputs, and copies of the raw inputs (views might be unaligned)."""
     rest: list[bytes] = []
     raw_inputs: list[bytes] = []
     pos = 0
@@ -131,7 +131,7 @@ def _split_raw_inputs(data: bytes) -> tuple[bytes, list[bytes]]:
 
 
 def _read_varint(data: bytes, pos: int) -> tuple[int, int]:
-    """The number at `pos` and the position after it."""
+    """Decode the varint at `pos`; also return the position after it."""
     value = shift = 0
     while True:
         byte = data[pos]
@@ -145,7 +145,7 @@ def _read_varint(data: bytes, pos: int) -> tuple[int, int]:
 def _encode_parts(
     response: InferenceResponse, shared: Mapping[str, SharedMemoryWindow], *, final: bool | None
 ) -> list[Any]:
-    """Buffers that form a `ModelInferResponse`. `final`: value of the final response parameter, None to omit it."""
+    """Return the buffers of a `ModelInferResponse`. `final`: value of the final response parameter, None to omit it."""
     head = service_pb2.ModelInferResponse(
         model_name=response.model_name, model_version=response.model_version, id=response.id
     )

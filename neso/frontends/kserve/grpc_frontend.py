@@ -82,14 +82,14 @@ class KServeGrpc:
         server, self._server = self._server, None
         if server is None:
             return
-        # One more second, so that statuses set at the end of the grace period are sent.
+        # An additional second, so that statuses set at the end of the grace period are sent.
         stopped = asyncio.ensure_future(server.stop(grace + 1.0))
         await self._calls.stop(grace)
         await stopped
 
 
 class RestrictionInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Ends restricted RPCs without the required metadata with UNAVAILABLE, as Triton does."""
+    """Rejects restricted RPCs without the required metadata with status UNAVAILABLE, as Triton does."""
 
     def __init__(self, restrictions: Restrictions) -> None:
         self._restrictions = restrictions
@@ -113,7 +113,7 @@ def _allows(required: RequiredHeader, metadata: Any) -> bool:
 
 
 def _reject(handler: Any, message: str) -> Any:
-    """A handler of the same kind that ends the RPC with UNAVAILABLE."""
+    """Return a handler of the same kind that ends the RPC with UNAVAILABLE."""
 
     async def reject(request: Any, context: grpc.aio.ServicerContext) -> None:
         await context.abort(grpc.StatusCode.UNAVAILABLE, message)

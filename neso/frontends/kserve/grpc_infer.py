@@ -22,7 +22,7 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.shared_memory.regions import SharedMemoryWindow
 from neso.server.tracing import Trace
 
-PROTOCOL = "GRPC"  # in the names of trace activities
+PROTOCOL = "GRPC"  # part of the names of trace activities
 RECEIVE_STAMPS = ("GRPC_WAITREAD_START", "GRPC_WAITREAD_END")
 
 
@@ -87,13 +87,13 @@ class _Responder:
         self._finish()
 
     def cancel(self) -> None:
-        """The client cancelled the call."""
+        """Handle a cancellation by the client."""
         self._finish()
         if self.stream is not None:
             self.stream.cancel()
 
     def abort(self) -> None:
-        """The server stops."""
+        """Handle the stop of the server."""
         self.fail(Unavailable(STOPPING))
         self.cancel()
 

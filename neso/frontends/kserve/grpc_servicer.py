@@ -36,7 +36,7 @@ _LOG_TYPES = {
 
 
 def register_methods(service: KServeService, calls: ActiveCalls, server: GrpcServer) -> None:
-    """Add all methods to a server. Inference methods get and return bytes instead of protobuf messages."""
+    """Add all methods to a server. Inference methods receive and return bytes instead of protobuf messages."""
     servicer = Servicer(service, calls)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
     server.add_registered_method_handlers(
@@ -170,7 +170,7 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         self._service.shared_memory.unregister_cuda(request.name)
         return pb.CudaSharedMemoryUnregisterResponse()
 
-    # Trace and log settings. Both reply with the current settings.
+    # Trace and log settings. Both methods reply with the current settings.
 
     @rpc
     async def TraceSetting(self, request: Any, context: Context) -> Any:

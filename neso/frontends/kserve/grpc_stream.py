@@ -36,7 +36,7 @@ STATUS_ERRORS_HEADER = "triton_grpc_error"
 class InferStream:
     """One ModelStreamInfer RPC.
 
-    The RPC ends when the client has half-closed it and every request has its responses. An error of a request is a
+    The RPC ends when the client has half-closed it and all requests are complete. An error of a request is a
     message on the stream; with the header `triton_grpc_error: true` the first error becomes the status of the RPC.
     """
 
@@ -53,14 +53,14 @@ class InferStream:
     async def run(self, messages: AsyncIterator[bytes]) -> None:
         """Serve the stream until it ends. Raises the `ServerError` that becomes its status.
 
-        Cancelling this, when the client cancels or disconnects, cancels every request in flight.
+        When the client cancels or disconnects, this coroutine is cancelled and cancels every request in flight.
         """
         self._reader = asyncio.create_task(self._read_requests(messages))
         self._reader.add_done_callback(self._on_reader_done)
         try:
             await self._done
         except ServerError:
-            async with self._write_lock:  # the status must not overtake a message
+            async with self._write_lock:  # the status must follow all messages
                 raise
         finally:
             self._reader.cancel()
@@ -79,7 +79,7 @@ class InferStream:
             model_name = request_id = ""
             trace = None
             received_ns = time.monotonic_ns() if service.tracing.enabled else 0
-            # Submit here and not in the task: requests of a sequence must reach the model in order.
+            # Submit here, not in the task: requests of a sequence must reach the model in order.
             try:
                 infer = decode_infer_message(data)
                 model_name, request_id = infer.request.model_name, infer.request.id
@@ -172,7 +172,7 @@ class InferStream:
 
 
 async def _only_response(responses: ResponseStream) -> InferenceResponse:
-    """The response of a model that sends exactly one. Raises its error."""
+    """Return the single response of a non-decoupled model. Raises its error."""
     only: InferenceResponse | None = None
     async for response in responses:
         if response.error is not None:
@@ -184,5 +184,5 @@ async def _only_response(responses: ResponseStream) -> InferenceResponse:
                 f"model '{response.model_name}' gave more than one response, "
                 "which needs the decoupled transaction policy"
             )
-    assert only is not None  # at least the final one
+    assert only is not None  # at least the final response
     return only

@@ -45,7 +45,7 @@ SharedTensors = dict[str, SharedMemoryWindow]
 
 @dataclass(slots=True)
 class OutputOptions:
-    """How a client wants its responses.
+    """Response options requested by a client.
 
     `shared`: outputs to write to shared memory. `empty_final_response`: a stream ends with an empty final response.
     """
@@ -95,7 +95,7 @@ def write_parameters(target: MutableMapping[str, Any], parameters: Mapping[str, 
 
 
 def read_inputs(message: Any, raw: Sequence[bytes], shared: SharedTensors) -> dict[str, Tensor]:
-    """Inputs of a `ModelInferRequest`, by name. Raises `InvalidArgument` that names the input.
+    """Read the inputs of a `ModelInferRequest`, by name. Raises `InvalidArgument` naming the input.
 
     Tensors of fixed-size datatypes are read-only views of the `raw` bytes or of shared memory.
     """
@@ -128,7 +128,7 @@ def read_inputs(message: Any, raw: Sequence[bytes], shared: SharedTensors) -> di
 
 
 def read_shared_inputs(message: Any, shared_memory: SharedMemory) -> SharedTensors:
-    """Inputs in shared memory. Raises `ServerError`, also for an input that has `contents` as well."""
+    """Read inputs from shared memory. Raises `ServerError`, also for an input that has `contents` as well."""
     shared: SharedTensors = {}
     for wire in message.inputs:
         if not wire.parameters or REGION not in wire.parameters:
@@ -147,7 +147,7 @@ def read_shared_inputs(message: Any, shared_memory: SharedMemory) -> SharedTenso
 def read_outputs(
     message: Any, request: InferenceRequest, output: OutputOptions, shared_memory: SharedMemory
 ) -> None:
-    """Set the requested outputs, their classification and shared memory. Raises `ServerError`."""
+    """Set the requested outputs with their classification and shared memory. Raises `ServerError`."""
     for wire in message.outputs:
         if wire.parameters and REGION in wire.parameters:
             output.shared[wire.name] = _read_shared(wire, shared_memory)
@@ -185,7 +185,7 @@ def _read_size(key: str, parameter: Any) -> int:
 
 
 def _from_contents(name: str, datatype: DataType, shape: tuple[int, ...], wire: Any) -> Tensor:
-    """A tensor from the typed `contents` of an input."""
+    """Create a tensor from the typed `contents` of an input."""
     field_name = _CONTENTS_FIELDS.get(datatype)
     if field_name is None:
         raise InvalidArgument(f"input '{name}' has datatype {datatype.value}, which needs raw_input_contents")

@@ -38,17 +38,17 @@ PlainInfer = tuple[
     list[tuple[str, bool]] | None,
     bool,
 ]
-"""Result of `parse_plain_infer`: id, inputs, outputs, binary by default."""
+"""Result of `parse_plain_infer`: id, inputs, outputs, `binary_by_default`."""
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 _EMPTY = memoryview(b"")
-_MAX_DIGITS = 20  # of a length; int() raises for thousands of digits
+_MAX_DIGITS = 20  # digits of a length; int() raises for thousands of digits
 
 
 @dataclass(slots=True)
 class OutputFormat:
-    """How outputs are returned: as binary data according to `binary`, by name, with `default` for other names.
+    """Output encoding: `binary` says by output name whether to return binary data; `default` applies to other names.
 
     Outputs in `shared` are written to shared memory instead.
     """
@@ -92,7 +92,7 @@ def read_infer_request(
 
 
 def write_infer_response(response: InferenceResponse, output_format: OutputFormat) -> Response:
-    """Encode a response. Raises its error, and `ServerError` for an output that the format cannot represent."""
+    """Encode a response. Raises its error, or `ServerError` for an output that the format cannot represent."""
     if response.error is not None:
         raise response.error
     binary, default = output_format.binary, output_format.default
@@ -133,7 +133,7 @@ def _read_plain(
 
 
 def _header_length(request: Request) -> int:
-    """Length of the JSON at the start of the body, from the request header."""
+    """Return the length of the JSON at the start of the body, from the request header."""
     size = len(request.body)
     value = request.headers[_HEADER_LENGTH].decode("latin-1")
     if not value.isascii() or not value.removeprefix("-").isdigit():
@@ -186,7 +186,7 @@ def _read_binary(
     binary: memoryview,
     inference: InferenceRequest,
 ) -> Tensor:
-    """A tensor from the first `size` bytes of `binary`."""
+    """Read a tensor from the first `size` bytes of `binary`."""
     if size > len(binary):
         raise InvalidArgument(
             f"unexpected size for input '{name}', expecting {size - len(binary)} additional bytes for model "
@@ -235,7 +235,7 @@ def _read_outputs(
             output_format.shared[name] = shared
         if classes:
             inference.classification[name] = classes
-        # As in Triton, a requested output is JSON unless its own parameters ask for binary data.
+        # As in Triton, a requested output is JSON unless its parameters request binary data.
         output_format.binary[name] = read_bool("binary_data", parameters.get("binary_data", False))
         names.append(name)
     inference.requested_outputs = tuple(names)
@@ -244,7 +244,7 @@ def _read_outputs(
 def _read_shared(
     tensor: str, parameters: dict[str, Any], shared_memory: SharedMemory
 ) -> SharedMemoryWindow | None:
-    """Location of a tensor in shared memory, None if its parameters name no region. Raises `ServerError`."""
+    """Return the location of a tensor in shared memory, None if no region is given. Raises `ServerError`."""
     if REGION not in parameters:
         return None
     shared_memory.check_enabled()
@@ -276,7 +276,7 @@ def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _read_raw(body: bytes, model: Model, version: str) -> InferenceRequest:
-    """A body that is the only input, with batch size 1."""
+    """Read a body that consists of the only input, with batch size 1."""
     inputs = model.metadata().inputs
     if len(inputs) != 1:
         raise InvalidArgument(
@@ -311,7 +311,7 @@ def _raw_shape(spec: TensorMetadata, dims: tuple[int, ...], body: bytes) -> tupl
 
 
 def _binary_response(body: bytes | list[bytes | memoryview], json_length: int) -> Response:
-    """A body of JSON followed by binary outputs."""
+    """Create a response body of JSON followed by binary outputs."""
     return Response(body, 200, "application/octet-stream", ((HEADER_LENGTH, str(json_length)),))
 
 

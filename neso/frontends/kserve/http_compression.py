@@ -1,4 +1,4 @@
-"""Compressed bodies in the two codings of Triton: gzip, and deflate (the zlib format)."""
+"""Compression of bodies with Triton's two codings: gzip, and deflate (the zlib format)."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def decompress(body: bytes, encoding: str | None, limit: int) -> bytes:
     if not decompressor.eof:
         raise _decompress_error(coding, "it is cut off")
     if decompressor.unused_data:
-        # gzip allows several members, but a body with millions of empty ones would take hours.
+        # gzip allows several members, but a body with millions of empty members would take hours.
         raise _decompress_error(coding, f"{len(decompressor.unused_data)} bytes follow its end")
     return data
 
 
 def accepted_encoding(header: str | None) -> str:
-    """Coding of a response: the preferred one of an Accept-Encoding header, gzip before deflate.
+    """Return the preferred response coding of an Accept-Encoding header. Ties: gzip before deflate.
 
     "identity" if the client accepts neither or prefers an uncompressed body.
     """
@@ -89,7 +89,7 @@ def _decompress_error(coding: str, reason: str) -> InvalidArgument:
 
 
 def _weights(header: str) -> dict[str, float]:
-    """q-values of an Accept-Encoding header by coding; invalid ones count as 0."""
+    """Parse the q-values of an Accept-Encoding header by coding; invalid values count as 0."""
     weights: dict[str, float] = {}
     for entry in header.lower().split(","):
         coding, *parameters = (part.strip() for part in entry.split(";"))

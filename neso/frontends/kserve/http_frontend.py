@@ -31,7 +31,7 @@ _REPOSITORY_PREFIXES = ("/v2/repository", "/v2/repository/{repository}")
 
 
 class Route(NamedTuple):
-    """`group`: the API group by which access can be restricted."""
+    """`group`: API group for access restrictions."""
 
     method: str
     pattern: str
@@ -40,7 +40,7 @@ class Route(NamedTuple):
 
 
 def routes(service: KServeService, max_input_size: int) -> Iterator[Route]:
-    """All routes. `max_input_size`: bytes of a decompressed request body."""
+    """Return all routes. `max_input_size`: bytes of a decompressed request body."""
     handlers = HttpHandlers(service)
     infer, generate = InferEndpoint(service, max_input_size), GenerateEndpoint(service)
     yield Route("GET", "/v2", "metadata", handlers.server_metadata)

@@ -167,7 +167,7 @@ class HttpHandlers:
 
 
 def reject_unnamed_region(kind: str) -> Callable[[Request], Response]:
-    """Handler of a registration without a region name. `kind`: system or cuda."""
+    """Reject a registration without a region name. `kind`: system or cuda."""
 
     def reject(request: Request) -> Response:
         raise InvalidArgument(f"'region name' is necessary to register {kind} shared memory region")
@@ -193,7 +193,7 @@ def _health(healthy: bool) -> Response:
 
 
 def _model(request: Request) -> tuple[str, str]:
-    """Name and version, "" without a version."""
+    """Return name and version; the version is "" if the path has none."""
     return request.params["model"], request.params.get("version", "")
 
 
@@ -202,12 +202,12 @@ def _repository(request: Request) -> str:
 
 
 def _region(request: Request) -> str:
-    """The region's name, "" for all."""
+    """Return the region's name, "" for all regions."""
     return request.params.get("region", "")
 
 
 def _optional_object(request: Request) -> dict[str, Any]:
-    """The body as an object; empty without a body."""
+    """Parse the body as an object; empty without a body."""
     return read_object(request.body) if request.body else {}
 
 
@@ -220,7 +220,7 @@ def _tensor_metadata(tensor: TensorMetadata) -> dict[str, Any]:
 
 
 def _index_entry(entry: IndexEntry) -> dict[str, str]:
-    """An entry without its empty members."""
+    """Return an index entry without its empty members."""
     row = {"name": entry.name}
     if entry.version:
         row["version"] = entry.version
@@ -239,7 +239,7 @@ def _read_file(key: str, value: Any) -> bytes:
 
 
 def _registration(request: Request, *required: str) -> dict[str, Any]:
-    """The body of a registration, with its required members. Raises `InvalidArgument`."""
+    """Parse the body of a registration and check its required members. Raises `InvalidArgument`."""
     body = read_object(request.body)
     for name in required:
         if name not in body:
@@ -264,5 +264,5 @@ def _trace_values(name: str, value: Any) -> list[str]:
         if type(value) is not list:
             raise InvalidArgument(f"Unable to parse '{name}': attempt to access JSON non-array as array")
         return [read_string(name, member) for member in value]
-    # trace_file cannot be changed; the service rejects it whatever its value.
+    # trace_file cannot be changed; the service rejects any value.
     return [read_string(name, value)] if name != "trace_file" else []

@@ -1,4 +1,4 @@
-"""The infer endpoint over HTTP, its traces, and the load metrics that clients may request."""
+"""The infer endpoint over HTTP, its traces, and load metrics in response headers."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from neso.server.tracing import Trace
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = "HTTP"  # in the names of trace activities
+PROTOCOL = "HTTP"  # part of the names of trace activities
 
 LOAD_FORMAT = b"endpoint-load-metrics-format"
 """Request header for load metrics in the response (ORCA): `text` or `json`."""
 _LOAD_METRICS = "endpoint-load-metrics"
 
-_SLOW_HEADERS = frozenset({b"content-encoding", LOAD_FORMAT})  # handled by `infer_async` only
+_SLOW_HEADERS = frozenset({b"content-encoding", LOAD_FORMAT})  # handled only by `infer_async`
 
 Endpoint = Callable[[Request], PendingResponse | Awaitable[HandlerResult]]
 AsyncEndpoint = Callable[[Request], Awaitable[HandlerResult]]
 
 
 def error_to_response(error: ServerError, headers: Headers = ()) -> Response:
-    """HTTP response for a server error."""
+    """Create the HTTP response for a server error."""
     return error_response(STATUSES[error.code][0], error.message, headers)
 
 
@@ -74,7 +74,7 @@ class InferEndpoint:
         return pending
 
     async def infer_async(self, request: Request) -> Response:
-        """The same as a coroutine, with support for traces, compression and load metrics."""
+        """Coroutine version of `infer`, with support for traces, compression and load metrics."""
         encoding = request.header("content-encoding")
         if encoding not in (None, "", IDENTITY):
             try:
@@ -103,7 +103,7 @@ class InferEndpoint:
         return response if accepted == IDENTITY else await asyncio.to_thread(compress, response, accepted)
 
     def _read(self, request: Request) -> tuple[Model, InferenceRequest, OutputFormat]:
-        """Raises `ServerError`."""
+        """Read the request. Raises `ServerError`."""
         service = self._service
         version = request.params.get("version", "")
         model = service.find_unary_model(request.params["model"], version, "HTTP end point")
@@ -134,7 +134,7 @@ def traced(service: KServeService, endpoint: Endpoint, async_endpoint: AsyncEndp
     """Wrap an endpoint of a model so that sampled requests go to `async_endpoint`, with `request.trace` set."""
     tracing = service.tracing
 
-    # A plain function that returns the endpoint's result: one more call while nothing is traced.
+    # A plain function that returns the endpoint's result, so that untraced requests cost only one more call.
     def handle(request: Request) -> PendingResponse | Awaitable[HandlerResult]:
         if not tracing.enabled:
             return endpoint(request)
@@ -154,7 +154,7 @@ async def _run_traced(endpoint: AsyncEndpoint, request: Request, trace: Trace) -
 
 
 def load_headers(request: Request, service: KServeService) -> Headers:
-    """Header with the server's load, if the request asks for it and a model has a KV cache; for load balancers."""
+    """Return a header with the server's load for load balancers, if requested and a model has a KV cache."""
     wanted = request.headers.get(LOAD_FORMAT)
     if wanted is None:
         return ()

@@ -1,6 +1,6 @@
-"""JSON as Triton reads and writes it: bodies (NaN and Infinity are numbers), typed members, parameters and tensors.
+"""JSON codec compatible with Triton: bodies (NaN and Infinity are numbers), typed members, parameters and tensors.
 
-The texts of errors follow Triton's.
+Error messages follow Triton's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ARRAY_TYPES = {
     DataType.INT64: "q",
 }
 
-# Allowed Python types of the elements, and the error message for others.
+# Allowed Python types of the elements, and the error message for other types.
 _ELEMENT_TYPES: dict[DataType, tuple[frozenset[type], str]] = {
     DataType.BOOL: (frozenset({bool}), "attempt to access JSON non-boolean as boolean"),
     DataType.BYTES: (frozenset({str}), "attempt to access JSON non-string as string"),
@@ -53,7 +53,7 @@ _ELEMENT_TYPES: dict[DataType, tuple[frozenset[type], str]] = {
 
 
 def read_json(body: bytes | memoryview) -> Any:
-    """Parse. Raises `InvalidArgument`."""
+    """Parse JSON. Raises `InvalidArgument`."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -67,7 +67,7 @@ def read_json(body: bytes | memoryview) -> Any:
 
 
 def read_object(body: bytes | memoryview) -> dict[str, Any]:
-    """Parse an object. Raises `InvalidArgument`."""
+    """Parse a JSON object. Raises `InvalidArgument`."""
     value = read_json(body)
     if type(value) is not dict:
         raise InvalidArgument("failed to parse the request JSON buffer: expected a JSON object")
@@ -75,7 +75,7 @@ def read_object(body: bytes | memoryview) -> dict[str, Any]:
 
 
 def write_json(value: Any) -> bytes:
-    """Serialize."""
+    """Serialize a value to JSON."""
     text = orjson.dumps(value)
     if b"null" in text:  # orjson writes NaN and infinite numbers as null
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
@@ -113,7 +113,7 @@ def read_object_member(name: str, value: Any) -> dict[str, Any]:
 
 
 def read_array_member(container: dict[str, Any], name: str) -> list[Any]:
-    """A required member that is an array. Raises `InvalidArgument`."""
+    """Return a required member that is an array. Raises `InvalidArgument`."""
     if name not in container:
         raise InvalidArgument(
             f"Unable to parse '{name}': attempt to access non-existing object member '{name}'"
@@ -125,7 +125,7 @@ def read_array_member(container: dict[str, Any], name: str) -> list[Any]:
 
 
 def read_parameter(request: InferenceRequest, name: str, value: Any) -> None:
-    """Set a request's field for a parameter of the protocol, or its `parameters`. Raises `InvalidArgument`."""
+    """Set the request field of a protocol parameter, or an entry of `parameters`. Raises `InvalidArgument`."""
     if name == "sequence_id":
         request.sequence_id = value if type(value) is str else read_unsigned(name, value)
     elif name == "sequence_start":
@@ -153,7 +153,7 @@ def read_parameter(request: InferenceRequest, name: str, value: Any) -> None:
 
 
 def read_tensor(name: str, datatype: DataType, shape: tuple[int, ...], data: list[Any]) -> Tensor:
-    """A tensor from JSON `data`, flat or nested, in row-major order. Raises `InvalidArgument`."""
+    """Create a tensor from JSON `data`, flat or nested, in row-major order. Raises `InvalidArgument`."""
     if datatype in _BINARY_ONLY:
         raise InvalidArgument(
             f"receiving {datatype.value} data via JSON is not supported. Please use the binary data format for "
@@ -172,7 +172,7 @@ def read_tensor(name: str, datatype: DataType, shape: tuple[int, ...], data: lis
 
 
 def write_values(tensor: Tensor, *, lossy: bool = False) -> list[Any]:
-    """The elements as a flat list. Raises `InvalidArgument` for FP16 and BF16.
+    """Return the elements as a flat list. Raises `InvalidArgument` for FP16 and BF16.
 
     Bytes that are not UTF-8 become U+FFFD if `lossy`, otherwise `InvalidArgument` is raised.
     """
@@ -193,7 +193,7 @@ def write_values(tensor: Tensor, *, lossy: bool = False) -> list[Any]:
 
 
 def _flatten(name: str, data: list[Any]) -> list[Any]:
-    """Flatten level by level, without recursion. Raises `InvalidArgument` for ragged lists."""
+    """Flatten nested lists level by level, without recursion. Raises `InvalidArgument` for ragged lists."""
     while data and type(data[0]) is list:
         if set(map(type, data)) != {list} or len(set(map(len, data))) != 1:
             raise _ragged(name)

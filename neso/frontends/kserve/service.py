@@ -20,11 +20,11 @@ from neso.server.tracing import Trace
 
 Value = TypeVar("Value")
 Headers = Callable[[], Iterable[tuple[str, str]]]
-"""Returns name and value of each header of a request; called only if headers are forwarded."""
+"""Returns name and value of each request header; called only if headers are forwarded."""
 
 
 class KServeService:
-    """All operations of the protocol; they raise `ServerError`. Runs on the event loop of `core`.
+    """All operations of the protocol. They raise `ServerError`. Runs on the event loop of `core`.
 
     `shared_memory` has the operations of the shared memory extensions (status, register, unregister, for system and
     CUDA regions). `tracing.enabled`: whether `start_trace` may return a trace.
@@ -55,11 +55,11 @@ class KServeService:
         return self._core.model(name, version).metadata()
 
     def model_config(self, name: str, version: str = "") -> Any:
-        """The `inference.ModelConfig` message of a model."""
+        """Return the `inference.ModelConfig` message of a model."""
         return self._core.model(name, version).config
 
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
-        """`ModelStatistics` of a version, of all ready versions of a model, or of all models."""
+        """Return `ModelStatistics` of a version, of all ready versions of a model, or of all models."""
         core = self._core
         if not name:
             models = core.models()
@@ -84,7 +84,7 @@ class KServeService:
         await self._core.load_model(name, config, files or None)
 
     async def unload_model(self, repository: str, name: str, unload_dependents: bool) -> None:
-        """Unload a model; `unload_dependents`: also models that only this one needs."""
+        """Unload a model. `unload_dependents`: also unload models that only this model needs."""
         _reject_repository_name(repository)
         await self._core.unload_model(name, unload_dependents)
 
@@ -93,11 +93,11 @@ class KServeService:
     def trace_settings(
         self, model: str = "", changes: Mapping[str, Sequence[str]] | None = None
     ) -> dict[str, str | list[str]]:
-        """Settings of a model, or global ones, after applying `changes`. An empty value clears a setting."""
+        """Apply `changes` and return the settings of a model or the server. An empty value clears a setting."""
         return self._core.trace_settings(model, changes)
 
     def log_settings(self, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Log settings after applying `changes`."""
+        """Apply `changes` and return the log settings."""
         if changes:
             self._core.log.update(changes)
         return self._core.log.settings()
@@ -108,7 +108,7 @@ class KServeService:
         return self._core.model(name, version)
 
     def find_unary_model(self, name: str, version: str, api: str) -> Model:
-        """A model that sends one response per request. `api` names the caller in the error message."""
+        """Return a model that sends one response per request. `api` names the caller in the error message."""
         model = self._core.model(name, version)
         if model.decoupled:
             raise Unsupported(f"{api} doesn't support models with decoupled transaction policy")
@@ -122,7 +122,7 @@ class KServeService:
         trace: Trace | None,
         on_response: Callable[[InferenceResponse], None],
     ) -> ResponseStream:
-        """Submit a request and call `on_response` with its only response. Cancel it by `ResponseStream.cancel`."""
+        """Submit a request and call `on_response` with its only response. `ResponseStream.cancel` cancels it."""
         if self._header_forwarding is not None:
             request.parameters.update(self._header_forwarding.parameters(headers()))
         request.trace = trace
@@ -150,10 +150,10 @@ class KServeService:
         received_ns: int,
         stamps: tuple[str, str],
     ) -> Trace | None:
-        """A trace if the request is sampled. Call only if `tracing.enabled`.
+        """Return a trace if the request is sampled. Call only if `tracing.enabled`.
 
         `header` returns the value of a request header. `received_ns`: monotonic time when the first byte was
-        received, recorded as the first of `stamps`; the second one is now.
+        received, recorded as the first of `stamps`; the second is the current time.
         """
         if not self._core.model_ready(model):
             return None
@@ -164,13 +164,13 @@ class KServeService:
         return trace
 
     def kv_cache_load(self) -> tuple[float, int] | None:
-        """KV cache utilization (0 to 1) and capacity in tokens over all language models, None without any."""
+        """Return KV cache utilization (0 to 1) and capacity in tokens of all models, None without a KV cache."""
         load = self._core.kv_cache_load()
         return None if load is None else (load.utilization, load.max_tokens)
 
 
 def finish_trace(trace: Trace, protocol: str) -> None:
-    """End a trace whose response is written by the caller before the event loop continues."""
+    """End a trace. The caller must write the response before the event loop continues."""
     trace.sending(protocol)
     asyncio.get_running_loop().call_soon(trace.sent, protocol)
 
@@ -180,7 +180,7 @@ def parse_load_parameters(
     read_config: Callable[[str, Value], str],
     read_file: Callable[[str, Value], bytes],
 ) -> tuple[str | None, dict[str, bytes]]:
-    """Configuration and files (contents by path) of a load request. Raises `InvalidArgument`."""
+    """Return configuration and files (contents by path) of a load request. Raises `InvalidArgument`."""
     config: str | None = None
     files: dict[str, bytes] = {}
     for key, value in parameters.items():

@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP API of the server.
 
-Importing this package is cheap; `create_app` imports the rest when it is called.
+Importing this package is cheap; `create_app` imports the implementation when it is called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["OpenAIOptions", "check_model_config", "create_app"]
 
 
 def create_app(core: Core, options: OpenAIOptions | None = None) -> Starlette:
-    """The ASGI application that serves the models of `core`.
+    """Create the ASGI application that serves the models of `core`.
 
     Raises `ValueError` for an unknown parser, tokenizer or chat template in `options`.
     """
@@ -30,7 +30,7 @@ def create_app(core: Core, options: OpenAIOptions | None = None) -> Starlette:
 def check_model_config(config: Any) -> None:
     """Raise `InvalidArgument` if a model configuration names an unknown tool call or reasoning parser."""
     if not {"tool_call_parser", "reasoning_parser"} & set(config.parameters):
-        return  # before the imports, which take a moment
+        return  # before the imports, which are slow
     from neso.frontends.openai.chat.message_format import check_parser_parameters
 
     check_parser_parameters(config)

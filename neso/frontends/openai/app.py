@@ -41,11 +41,11 @@ RESOURCES = (
     LoraAdaptersApi,
     HealthApi,
 )
-"""The classes whose operations make up the API, in the order of the OpenAPI document."""
+"""Classes that define the operations of the API, in the order of the OpenAPI document."""
 
 
 def create_app(core: Core, options: OpenAIOptions) -> Starlette:
-    """The ASGI application. Raises `ValueError` for an unknown parser, tokenizer or chat template in `options`."""
+    """Create the application. Raises `ValueError` for an unknown parser, tokenizer or chat template in `options`."""
     resolver = ModelResolver(core, options)
     images = ImageFetcher(options.allowed_media_domains)
     responses = ResponsesApi(resolver, images, options)
@@ -86,7 +86,7 @@ def create_app(core: Core, options: OpenAIOptions) -> Starlette:
 
 
 def _document_routes(options: OpenAIOptions) -> list[Route]:
-    """`/openapi.json`, `/docs` and `/redoc`. The document is generated on the first request."""
+    """Add `/openapi.json`, `/docs` and `/redoc`. The document is generated on the first request."""
     document = b""
 
     async def openapi(request: Request) -> Response:
@@ -110,7 +110,7 @@ def _document_routes(options: OpenAIOptions) -> list[Route]:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in OpenAI's error format."""
+    """Return unknown paths and methods as errors in OpenAI's format."""
     assert isinstance(error, HTTPException)
     message = {
         404: f"Unknown request URL: {request.method} {request.url.path}.",

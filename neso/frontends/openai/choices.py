@@ -1,4 +1,4 @@
-"""Responses made of choices: completions and chat completions, whole or streamed."""
+"""Responses with choices: completions and chat completions, complete or streamed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Output = TypeVar("Output")
 class ResponseKind:
     """Differences between completions and chat completions.
 
-    object, chunk_object: `object` of whole responses and of chunks.
+    object, chunk_object: field `object` of complete responses and of chunks.
     add_special_tokens: default for the prompt; chat templates write special tokens themselves.
     prompt_fields_in_choices: whether `prompt_token_ids` and `prompt_logprobs` are fields of the choices.
     """
@@ -53,7 +53,7 @@ class ResponseKind:
 
 
 class PromptRecord:
-    """What the engine reports of a prompt. `echo`: its text, if the choices begin with it."""
+    """Prompt data reported by the engine. `echo`: the prompt text, if the choices begin with it."""
 
     def __init__(self, request: GenerationFields, echo: str = "") -> None:
         self.echo = echo
@@ -62,7 +62,7 @@ class PromptRecord:
         self._request = request
 
     def fields(self) -> dict[str, Any]:
-        """The requested fields about the prompt."""
+        """Return the requested fields of the prompt."""
         request = self._request
         fields: dict[str, Any] = {}
         if request.return_token_ids:
@@ -73,16 +73,16 @@ class PromptRecord:
 
 
 class Choice(ABC):
-    """A choice of a response. Either streamed with `stream`, or collected with `add` and `whole`."""
+    """A choice of a response. It is either streamed with `stream`, or collected with `add` and `whole`."""
 
     num_reasoning_tokens = 0
     finish_reason: str | None = None
     cut_off = False
-    """Whether the response ends before the generated text does; later text is not sent."""
+    """Whether the response ends before the generated text; later text is not sent."""
 
     @abstractmethod
     def stream(self, completion: Completion) -> list[dict[str, Any]]:
-        """The chunk choices for newly generated text: none, one or several."""
+        """Return the chunk choices for newly generated text: zero or more."""
 
     @abstractmethod
     def add(self, completion: Completion) -> None:
@@ -90,13 +90,13 @@ class Choice(ABC):
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """The whole choice."""
+        """Return the complete choice."""
 
 
 class ChoicesResponse:
-    """A response with `n` choices per prompt; streamed, it is an ASGI application.
+    """A response with `n` choices per prompt. A streamed response is an ASGI application.
 
-    `choices` has those of the first prompt first. `to_client_error` words the engine's rejections. `count_completion`
+    `choices` starts with the choices of the first prompt. `to_client_error` converts engine errors. `count_completion`
     False reports 0 completion tokens.
     """
 
@@ -129,9 +129,9 @@ class ChoicesResponse:
         trace: Trace | None = None,
         images: tuple[Any, ...] = (),
     ) -> Any:
-        """Generate. Returns the JSON object, or for a stream an ASGI application, once there is a first chunk.
+        """Generate. Returns the JSON object, or for a stream an ASGI application when the first chunk is available.
 
-        `images` belong to every prompt. Raises `ApiError` and the errors of `Model.generate`.
+        `images` are used for every prompt. Raises `ApiError` and the errors of `Model.generate`.
         """
         if self._request.return_token_ids and not self._model.has_token_ids:
             raise invalid(
@@ -150,7 +150,7 @@ class ChoicesResponse:
             for number, prompt in enumerate(prompts)
         ]
         generations = [self._model.generate(request, trace) for request in requests]
-        # One generation is read without the detour of `merge`.
+        # A single generation is read directly, without `merge`.
         self._merged = len(generations) > 1
         self._outputs: AsyncGenerator[Any, None] = merge(generations) if self._merged else generations[0]
         try:
@@ -173,7 +173,7 @@ class ChoicesResponse:
         return response
 
     async def _start_stream(self) -> ChoicesResponse:
-        """Read up to the first chunk: until then an error can be an HTTP status."""
+        """Read up to the first chunk. Errors before it can be sent as an HTTP status."""
         options = self._request.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
         self._continuous_usage = options is not None and bool(options.continuous_usage_stats)
@@ -217,7 +217,7 @@ class ChoicesResponse:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _chunks(self, number: int, output: GenerationOutput) -> bytes:
-        """The events for an output of prompt `number`; empty if it has no text to send yet."""
+        """Return the events for an output of prompt `number`; empty if it has no text to send yet."""
         self._record(number, output)
         chunks = b""
         for completion in output.outputs:
@@ -270,7 +270,7 @@ class ChoicesResponse:
 
 
 def finish_reason_name(reason: FinishReason | None) -> str | None:
-    """OpenAI's name of a finish reason. Raises `ApiError` for reasons that are failures."""
+    """Return OpenAI's name of a finish reason. Raises `ApiError` for failures."""
     if reason is FinishReason.ERROR:
         raise ApiError(500, "The engine could not go on with this request.")
     if reason is FinishReason.ABORT:
@@ -281,7 +281,7 @@ def finish_reason_name(reason: FinishReason | None) -> str | None:
 async def merge(
     generators: Sequence[AsyncGenerator[Output, None]],
 ) -> AsyncGenerator[tuple[int, Output], None]:
-    """The outputs of all generators as they arrive, each with the index of its generator.
+    """Yield the outputs of all generators as they arrive, each with the index of its generator.
 
     The first exception ends the stream, ahead of queued outputs, so that a request with one invalid prompt is rejected
     before anything is sent. All generators are closed at the end, which aborts unfinished requests.

@@ -187,7 +187,7 @@ class CompletionsApi:
 
 
 class CompletionChoice(Choice):
-    """Its text is the prompt with `echo`, then the generated text unless `max_tokens` is 0."""
+    """A completion: the prompt with `echo`, then the generated text unless `max_tokens` is 0."""
 
     def __init__(
         self, index: int, request: CompletionRequest, prompt: PromptRecord, tokenizer: TokenizerLike
@@ -235,7 +235,7 @@ class CompletionChoice(Choice):
             self._logprobs.add(completion.logprobs or [], completion.text, final=final)
 
     def whole(self) -> dict[str, Any]:
-        """What was added since the last call."""
+        """Return the text and fields added since the last call."""
         choice: dict[str, Any] = {
             "index": self._index,
             "text": "".join(self._text),
@@ -253,7 +253,7 @@ class CompletionChoice(Choice):
 
 
 def _prompts(request: CompletionRequest) -> list[Prompt]:
-    """The prompts in the order of their choices, prompt embeddings first. Raises `ApiError`."""
+    """Return the prompts in the order of their choices, prompt embeddings first. Raises `ApiError`."""
     embeddings = _prompt_embeddings(request)
     if request.prompt is None or (embeddings and request.prompt in ("", [])):
         if not embeddings:
@@ -295,7 +295,7 @@ def _text_prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[
 
 
 def _prompt_text(prompt: Prompt, tokenizer: TokenizerLike) -> str:
-    """The text that `echo` returns."""
+    """Return the text for `echo`."""
     if isinstance(prompt, str):
         return prompt
     return "" if isinstance(prompt, np.ndarray) else tokenizer.decode(prompt, skip_special_tokens=False)
@@ -304,7 +304,7 @@ def _prompt_text(prompt: Prompt, tokenizer: TokenizerLike) -> str:
 def _sampling(
     request: CompletionRequest, defaults: SamplingDefaults, options: OpenAIOptions
 ) -> SamplingParams:
-    """Sampling parameters of a completion; `defaults` are the model's. Raises `ApiError`.
+    """Return the sampling parameters of a completion; `defaults` are the model's. Raises `ApiError`.
 
     As in vLLM, the model's `max_new_tokens` is an upper limit, not a default. With `max_tokens` 0 one token is
     generated and discarded, because the engine always generates at least one.
@@ -321,7 +321,7 @@ def _sampling(
 
 
 def _client_names(request: CompletionRequest) -> dict[str, str]:
-    """With `echo`, `logprobs` also sets the engine's `prompt_logprobs`."""
+    """Map engine fields to request fields; with `echo`, `logprobs` also sets `prompt_logprobs`."""
     return {"prompt_logprobs": "logprobs"} if request.prompt_logprobs is None else {}
 
 

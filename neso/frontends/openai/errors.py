@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""`x-request-id` of the current request; "" outside of a request."""
+"""`x-request-id` of the current request; "" outside a request."""
 
 _STATUS = {
     ErrorCode.NOT_FOUND: 404,
@@ -46,24 +46,24 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> bytes:
-        """The JSON body of an error response, also the data of an error event in a stream."""
+        """Return the JSON body of an error response, which is also the data of an error event in a stream."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
-    """A 400 about the request field `param`."""
+    """Create an error 400 for the request field `param`."""
     return ApiError(400, message, param=param, code=code)
 
 
 def invalid_parameter(error: InvalidParameter, client_names: Mapping[str, str]) -> ApiError:
-    """A 400 for `error`; `client_names` maps engine fields to request fields where they differ."""
+    """Create an error 400 for `error`; `client_names` maps engine fields to request fields with other names."""
     name = client_names.get(error.field, error.field)
     return invalid(name, f"Invalid '{name}': {error.message}")
 
 
 def prompt_too_long(param: str, error: PromptTooLong) -> ApiError:
-    """A 400 `context_length_exceeded` about the request field that the prompt comes from."""
+    """Create an error 400 `context_length_exceeded` for the request field of the prompt."""
     return invalid(
         param,
         f"This model's maximum context length is {error.max_model_len} tokens, of which at least one must be left for "
@@ -73,7 +73,7 @@ def prompt_too_long(param: str, error: PromptTooLong) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The error response for any exception. Unexpected exceptions are logged, and their text is not sent."""
+    """Convert any exception to an error response. Unexpected exceptions are logged, and their text is not sent."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidParameter):
@@ -91,17 +91,17 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def http_error_body(status: int, message: str) -> bytes:
-    """The body of an error that the HTTP server itself answers, such as for a malformed or too large request."""
+    """Return the body of an error sent by the HTTP server, such as for a malformed or too large request."""
     code = {413: "content_too_large"}.get(status)
     hint = ", which --http-max-input-size sets" if status == 413 else ""
     return ApiError(status, f"{message[:1].upper()}{message[1:]}{hint}.", code=code).body()
 
 
 def validation_error(error: ValidationError) -> ApiError:
-    """A 400 for the first of pydantic's errors; `param` is the path of the field, such as `messages[0].role`."""
+    """Create an error 400 for pydantic's first error; `param` is the path of the field, such as `messages[0].role`."""
     errors = error.errors(include_url=False, include_input=False)
     first = errors[0]
-    # For a union, the branch that was validated deepest is most likely the intended one.
+    # For a union, the branch with the deepest error is most likely the intended branch.
     of_same_field = [entry for entry in errors if entry["loc"][:1] == first["loc"][:1]]
     first = max(of_same_field, key=lambda entry: len(entry["loc"]))
     if first["type"] == "json_invalid":
@@ -120,5 +120,5 @@ def validation_error(error: ValidationError) -> ApiError:
 
 
 def _is_field(part: str) -> bool:
-    """Whether a part of pydantic's location is a field name, not the name of a union's branch."""
+    """Whether a part of pydantic's location is a field name, not the name of a union branch."""
     return part.isidentifier() and part[0].islower() and part not in ("str", "int", "float", "bool")

@@ -11,9 +11,9 @@ from neso.generation import TokenizerLike, TokenLogprobs
 from neso.generation.language_model import TokenBytes
 
 _MIN_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON does not have; the same number as in other servers."""
+"""Replaces minus infinity, which JSON cannot represent; the same value as in other servers."""
 _LOOK_AHEAD = 16
-"""Maximum bytes of text between two tokens, such as where the tokenizer normalizes text."""
+"""Maximum bytes of text between two tokens, for example because of normalization by the tokenizer."""
 
 
 class AlignedToken(NamedTuple):
@@ -26,18 +26,18 @@ class AlignedToken(NamedTuple):
 
 
 class TokenAligner:
-    """Finds the character offset of each token while the text grows.
+    """Finds the character offset of each token while text is appended.
 
     A token is aligned once its text is known. Tokens whose text is held back, as part of a character or of a possible
-    stop string, stay pending. Special tokens, which have no text, get the offset where they would be.
+    stop string, stay pending. Special tokens have no text; their offset is the current position.
     """
 
     def __init__(self, tokenizer: TokenizerLike, offset: int = 0) -> None:
         """`offset`: characters before this text."""
         self._tokenizer = tokenizer
         self._offset = offset
-        self._text = b""  # not yet dropped
-        self._position = 0  # in `_text`, after the last aligned token
+        self._text = b""  # text that is not dropped yet
+        self._position = 0  # index in `_text` after the last aligned token
         self._pending: deque[tuple[str, int, TokenLogprobs | None]] = deque()
 
     def add_text(self, text: str) -> None:
@@ -46,11 +46,11 @@ class TokenAligner:
         self._position = 0
 
     def add_token(self, text: str, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Append a token; `text` is its text when decoded alone."""
+        """Append a token. `text`: the token decoded alone."""
         self._pending.append((text, token_id, logprobs))
 
     def take(self, *, final: bool) -> list[AlignedToken]:
-        """The tokens that can be aligned now; all pending ones if the text is `final`."""
+        """Return the tokens that can be aligned now, or all pending tokens if the text is `final`."""
         aligned = []
         while self._pending:
             text, token_id, logprobs = self._pending[0]
@@ -70,7 +70,7 @@ class TokenAligner:
         return self._position == len(self._text)
 
     def _match(self, token: bytes, *, final: bool) -> tuple[int, int]:
-        """Bytes to skip before the token and bytes of the token; (0, -1) if more text is needed."""
+        """Return the bytes to skip before the token and the bytes of the token; (0, -1) if more text is needed."""
         start = self._position
         for shown in (token, token.lstrip(b" ")):  # decoding may drop the space before the first word
             here = self._text[start : start + len(shown)]
@@ -86,13 +86,13 @@ class TokenAligner:
         self._offset += sum(byte & 0xC0 != 0x80 for byte in self._text[start : self._position])
 
     def _character(self) -> int:
-        """Offset of the character that the current position is at or within."""
+        """Return the offset of the character at the current position."""
         inside = not self.is_exact and self._text[self._position] & 0xC0 == 0x80
         return self._offset - inside
 
 
 def token_bytes(tokenizer: TokenizerLike, text: str, token_id: int) -> bytes | None:
-    """Bytes of a token that decodes to `text`; None for an unknown part of a character."""
+    """Return the bytes of a token that decodes to `text`; None for an unknown part of a character."""
     if "\ufffd" not in text:
         return text.encode("utf-8", "surrogatepass")
     return tokenizer.token_bytes(token_id) if isinstance(tokenizer, TokenBytes) else None
@@ -102,7 +102,7 @@ class CompletionLogprobs:
     """The `logprobs` object of a text completion, built incrementally.
 
     `text_offset` counts characters of the choice's whole text, including the echoed prompt, across chunks. A token is
-    reported in the chunk that has its text.
+    reported in the same chunk as its text.
     """
 
     def __init__(self, tokenizer: TokenizerLike, top: int, *, as_ids: bool) -> None:
@@ -136,7 +136,7 @@ class CompletionLogprobs:
             self._append(token)
 
     def take(self) -> dict[str, Any]:
-        """The object for the tokens added since the last call."""
+        """Return the object for the tokens added since the last call."""
         taken = {
             "tokens": self._tokens,
             "token_logprobs": self._token_logprobs,
@@ -155,7 +155,7 @@ class CompletionLogprobs:
         self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], text: str
     ) -> list[AlignedToken]:
         aligner = TokenAligner(self._tokenizer)
-        for entry, token_id in zip(logprobs, token_ids, strict=False):  # some models do not report them
+        for entry, token_id in zip(logprobs, token_ids, strict=False):  # some models do not report token ids
             shown = (
                 self._tokenizer.decode([token_id], skip_special_tokens=False)
                 if entry is None
@@ -166,7 +166,7 @@ class CompletionLogprobs:
         tokens = aligner.take(final=True)
         if aligner.is_exact:
             return tokens
-        # The text is not that of the tokens: count the tokens' own characters.
+        # The text differs from the tokens' text: count the characters of the tokens.
         offsets = accumulate((len(token.text) for token in tokens), initial=0)
         return [token._replace(offset=offset) for token, offset in zip(tokens, offsets, strict=False)]
 
@@ -183,14 +183,14 @@ class CompletionLogprobs:
         self._token_logprobs.append(own)
         top: dict[str, float] = {}
         likeliest = entry.top if self._num_top < 0 else entry.top[: self._num_top]
-        for token_id, logprob, text in likeliest:  # of tokens with the same text, keep the most likely
+        for token_id, logprob, text in likeliest:  # keep the most likely of several tokens with the same text
             top.setdefault(f"token_id:{token_id}" if self._as_ids else text, _finite(logprob))
         top.setdefault(name, own)
         self._top.append(top)
 
 
 def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], top: int) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: per prompt token, its entry and those of the `top` most likely, by token id."""
+    """vLLM's `prompt_logprobs`: per prompt token, entries of it and of the `top` most likely tokens, by token id."""
     return [None if entry is None else _by_token_id(entry, top) for entry in logprobs]
 
 
@@ -206,7 +206,7 @@ def _by_token_id(entry: TokenLogprobs, top: int) -> dict[str, Any]:
 def chat_logprobs(
     logprobs: Sequence[TokenLogprobs], tokenizer: TokenizerLike, *, as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """The entries of a chat completion's `logprobs.content`."""
+    """Return the entries of a chat completion's `logprobs.content`."""
 
     def entry(token_id: int, logprob: float, text: str) -> dict[str, Any]:
         encoded = token_bytes(tokenizer, text, token_id)

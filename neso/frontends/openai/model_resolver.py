@@ -1,4 +1,4 @@
-"""From the model name of a request to a model: language models, LoRA adapters, and pooling models."""
+"""Resolution of model names in requests: language models, LoRA adapters, and pooling models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ResolvedModel:
     def generate(
         self, request: GenerationRequest, trace: Trace | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """Generate text, as `LanguageModel.generate`. Tokens count against the client's rate limit."""
+        """Generate text like `LanguageModel.generate`. Tokens count against the client's rate limit."""
         if isinstance(self.language_model, TensorLanguageModel):
             return metered(self.language_model.generate(request, trace))
         return metered(self.model.generate(request, trace))
@@ -75,7 +75,7 @@ class ResolvedPoolingModel:
     pooling_model: PoolingModel
 
     async def pool(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
-        """Results in the order of `requests`. Raises as `Model.pool`. Tokens count against the rate limit."""
+        """Return results in the order of `requests`. Raises like `Model.pool`. Tokens count against the rate limit."""
         pooled = await pool_all(self.model.pool, requests)
         report = TOKENS_USED.get()
         if report is not None:
@@ -93,7 +93,7 @@ class Adapter:
 
 
 class ModelResolver:
-    """Finds the models and adapters of a core by the names that clients use."""
+    """Finds the models and adapters of a core by client-facing name."""
 
     def __init__(self, core: Core, options: OpenAIOptions) -> None:
         """Raises `ValueError` for a tokenizer or a chat template that cannot be read."""
@@ -105,7 +105,7 @@ class ModelResolver:
         self._tokenizers = ModelTokenizers(core, default)
 
     async def find(self, name: str) -> ResolvedModel:
-        """The language model of that name, or the adapter (`model:adapter` if several models have one of that name).
+        """Return the language model or adapter of that name (`model:adapter` if several models have such an adapter).
 
         Raises `ApiError` and `ServerError`.
         """
@@ -130,7 +130,7 @@ class ModelResolver:
         return ResolvedModel(model, language_model, tokenizer, lora_name)
 
     def find_pooling(self, name: str) -> ResolvedPoolingModel:
-        """The pooling model of that name. Raises `ApiError` and `ServerError`."""
+        """Return the pooling model of that name. Raises `ApiError` and `ServerError`."""
         model = self._find(name)
         pooling_model = model.pooling_model
         if pooling_model is None or pooling_model.pooling is None:
@@ -138,14 +138,14 @@ class ModelResolver:
         return ResolvedPoolingModel(model, pooling_model)
 
     def find_text_model(self, name: str) -> Model:
-        """The model of that name, if it accepts text. Raises `ApiError` and `ServerError`."""
+        """Return the model of that name if it accepts text. Raises `ApiError` and `ServerError`."""
         model = self._find(name)
         if model.language_model is None and model.pooling_model is None:
             _check_generates_text(model)
         return model
 
     def text_models(self) -> list[Model]:
-        """The ready models that accept text, by name."""
+        """Return the ready models that accept text, by name."""
         found = {}
         for model in self._core.models():
             accepts_text = (
@@ -162,7 +162,7 @@ class ModelResolver:
         return None if limit >= UNLIMITED_LENGTH else limit
 
     def adapters(self) -> dict[str, Adapter]:
-        """The adapters of all models as `model:adapter`, and by their own names where these are unambiguous."""
+        """Return the adapters of all models as `model:adapter`, and by adapter name if it is unambiguous."""
         found: dict[str, Adapter] = {}
         ambiguous: set[str] = set()
         for model in self.text_models():
@@ -173,7 +173,7 @@ class ModelResolver:
         return {name: adapter for name, adapter in found.items() if name not in ambiguous}
 
     def adapter(self, name: str) -> Adapter | None:
-        """The adapter of that name, or the adapter `model:7` of a model that numbers its adapters."""
+        """Return the adapter of that name, or the adapter `model:7` of a model with numbered adapters."""
         found = self.adapters().get(name)
         if found is not None:
             return found
@@ -182,7 +182,7 @@ class ModelResolver:
         return _numbered_adapter(models[0], number) if models else None
 
     def _adapters_of(self, model: Model) -> list[Adapter]:
-        """The named adapters of a model: those it lists, or those in multi_lora.json next to a tensor model."""
+        """Return the named adapters of a model: listed by the model, or in multi_lora.json of a tensor model."""
         language_model = model.language_model
         names: dict[str, str] = {}
         if isinstance(language_model, SupportsLora):
@@ -242,9 +242,9 @@ def _numbered_adapter(model: Model, number: str) -> Adapter | None:
 
 
 def _read_adapter_file(path: Path) -> dict[str, str]:
-    """The adapters in a multi_lora.json, by name; empty if it is missing or invalid.
+    """Read the adapters in a multi_lora.json, by name; empty if the file is missing or invalid.
 
-    Its values are paths, as for Triton's vLLM backend, or the numbers (`lora_task_id`) of TensorRT-LLM models.
+    The values are paths, as for Triton's vLLM backend, or numbers (`lora_task_id`) of TensorRT-LLM models.
     """
     try:
         content = orjson.loads(path.read_bytes())

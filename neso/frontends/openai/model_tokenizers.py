@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of models that have none, such as ensembles and Python models."""
+"""Tokenizers and chat templates of models without a tokenizer, such as ensembles and Python models."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_PARAMETER = "tokenizer_dir"
 _LENGTH_PARAMETERS = ("max_model_len", "max_seq_len")
 _CALLED_MODEL_PARAMETER = "tensorrt_llm_model_name"
-"""Names the model that a BLS model of TensorRT-LLM's layout calls, besides `preprocessing`."""
+"""Parameter that names the model called by a BLS model of TensorRT-LLM's layout, in addition to `preprocessing`."""
 _PREPROCESSING = "preprocessing"
 
 
 class ModelTokenizers:
-    """Finds tokenizers by the configurations of a model and of the models that it calls. `default`: for all others."""
+    """Finds tokenizers in the configurations of a model and of the models that it calls, else returns `default`."""
 
     def __init__(self, core: Core, default: TokenizerLike | None) -> None:
         self._core = core
@@ -42,7 +42,7 @@ class ModelTokenizers:
         self._failed: WeakSet[Model] = WeakSet()
 
     async def find(self, model: Model) -> TokenizerLike | None:
-        """The tokenizer in `tokenizer_dir` of the model or of a model that it calls, else the default."""
+        """Return the tokenizer in `tokenizer_dir` of the model or of a model that it calls, else the default."""
         found = self._found.get(model)
         if found is None:
             found = await self._find(model) or self._default
@@ -82,7 +82,7 @@ class ModelTokenizers:
             return None
 
     def _related(self, model: Model) -> Iterator[Model]:
-        """The model and, breadth first, the models that it calls according to its configuration."""
+        """Yield the model and, breadth first, the models that it calls according to its configuration."""
         pending, seen = [model], {model.name}
         while pending:
             model = pending.pop(0)
@@ -144,7 +144,7 @@ MISSING_TOKENIZER = MissingTokenizer()
 
 
 def open_tokenizer(name: str, relative_to: Path | None = None) -> TokenizerLike:
-    """The tokenizer in a directory, or of a model on the hub. Raises `ValueError`."""
+    """Open the tokenizer in a directory, or of a model on the hub. Raises `ValueError`."""
     from neso.engine.text.tokenizer import Tokenizer
     from neso.engine.weights.hub import TOKENIZER_FILES, ModelNotFound, resolve_model
 
@@ -157,7 +157,7 @@ def open_tokenizer(name: str, relative_to: Path | None = None) -> TokenizerLike:
 
 
 def read_chat_template(value: str) -> str:
-    """`value` if it is a Jinja2 template, else the content of the file that it names. Raises `ValueError`."""
+    """Return `value` if it is a Jinja2 template, else the content of the named file. Raises `ValueError`."""
     if "{{" in value or "{%" in value:
         return value
     try:

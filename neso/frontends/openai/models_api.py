@@ -121,7 +121,7 @@ class ModelsApi:
         """List the models that accept text."""
         cards = [self._card(model) for model in self._resolver.text_models()]
         known = self._resolver.adapters()
-        for name, adapter in known.items():  # under its own name if that is unambiguous
+        for name, adapter in known.items():  # under its adapter name if that is unambiguous
             if name == adapter.name or adapter.name not in known:
                 cards.append(self._adapter_card(name, adapter))
         return {"object": "list", "data": cards}
@@ -149,7 +149,7 @@ class ModelsApi:
         return card
 
     def _card(self, model: Model) -> ModelCard:
-        # OpenAI's first clients look for a permission that allows sampling.
+        # Early OpenAI clients require a permission that allows sampling.
         permission = {
             "id": f"modelperm-{model.name}",
             "object": "model_permission",
@@ -255,7 +255,7 @@ class ModelControlApi:
             raise invalid("model", error.message) from None
 
     def _load_error(self, name: str, error: ServerError) -> Exception:
-        """As in Triton, the core reports unknown models and failed loads as internal errors: make them 404 and 400."""
+        """Map the core's internal errors for unknown models and failed loads, as in Triton, to 404 and 400."""
         known = any(entry.name == name for entry in self._core.repository_index())
         if error.code is ErrorCode.INTERNAL and not known:
             return ApiError(
@@ -315,7 +315,7 @@ class LoraAdaptersApi:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _find_model(self, name: str | None) -> SupportsLora:
-        """The model of that name, by default the only one that allows loading at runtime. Raises `ApiError`."""
+        """Return the model of that name; default: the only model that allows loading at runtime. Raises `ApiError`."""
         allowed: dict[str, SupportsLora] = {}
         for model in self._resolver.text_models():
             language_model = model.language_model

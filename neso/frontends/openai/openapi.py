@@ -35,7 +35,7 @@ SchemaOf = Callable[[Any, str], dict[str, Any]]
 
 
 def openapi_document(access: AccessOptions | None = None) -> dict[str, Any]:
-    """The OpenAPI 3.1 document; with a security scheme if `access` requires API keys."""
+    """Return the OpenAPI 3.1 document, with a security scheme if `access` requires API keys."""
     access = access or AccessOptions()
     open_groups = access.open_groups if access.keys is not None else ()
     operations = [declared for resource in RESOURCES for _, declared in operations_of(resource)]
@@ -62,7 +62,7 @@ def openapi_document(access: AccessOptions | None = None) -> dict[str, Any]:
 
 
 def docs_page() -> str:
-    """Swagger UI for `/openapi.json`."""
+    """Return the Swagger UI for `/openapi.json`."""
     return _page(
         '<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">',
         '<div id="swagger-ui"></div>'
@@ -72,7 +72,7 @@ def docs_page() -> str:
 
 
 def redoc_page() -> str:
-    """ReDoc for `/openapi.json`."""
+    """Return the ReDoc page for `/openapi.json`."""
     return _page(
         "<style>body { margin: 0 }</style>",
         '<redoc spec-url="/openapi.json"></redoc>'
@@ -86,7 +86,7 @@ def _page(head: str, body: str) -> str:
 
 
 def _schemas(operations: Sequence[Operation]) -> tuple[SchemaOf, dict[str, Any]]:
-    """A function from a type and its mode to its schema, and the definitions that the schemas refer to."""
+    """Return a function that maps a type and mode to a schema, and the definitions referenced by the schemas."""
     used: dict[tuple[Any, Any], None] = {(ErrorResponse, "serialization"): None}
     for declared in operations:
         if declared.request is not None:
@@ -102,7 +102,7 @@ def _schemas(operations: Sequence[Operation]) -> tuple[SchemaOf, dict[str, Any]]
 
 
 def _describe(declared: Operation, schema_of: SchemaOf, open_groups: Sequence[str]) -> dict[str, Any]:
-    """The operation object. Operations of `open_groups` need no key."""
+    """Return the operation object. Operations of `open_groups` require no key."""
     result: dict[str, Any] = {"tags": [declared.tag], "summary": declared.summary}
     if declared.parameters:
         result["parameters"] = [_parameter(parameter) for parameter in declared.parameters]
@@ -143,7 +143,7 @@ def _success(declared: Operation, schema_of: SchemaOf) -> dict[str, Any]:
 
 
 def _event_schema(data: list[dict[str, Any]]) -> dict[str, Any]:
-    """Schema of a server-sent event whose data is one of `data`, or `[DONE]`."""
+    """Return the schema of a server-sent event whose data is one of `data`, or `[DONE]`."""
     encoded = {"type": "string", "contentMediaType": _JSON, "contentSchema": {"anyOf": data}}
     return {
         "type": "object",

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any, Generic, Protocol, TypeVar
 
 AUTO = "auto"
-"""Name that selects the parser by the chat template."""
+"""Name that detects the parser from the chat template."""
 
 
 class _Parser(Protocol):
@@ -20,7 +20,7 @@ P = TypeVar("P", bound=_Parser)
 
 
 class ParserRegistry(Generic[P]):
-    """Parser classes, instantiated without arguments: `builtin` ones, and entry points of other packages in `group`.
+    """Parser classes, instantiated without arguments: `builtin` classes, and entry points of other packages in `group`.
 
     aliases: alternative names of builtin parsers.
     words: special names, listed in errors. kind: noun for errors.
@@ -41,7 +41,7 @@ class ParserRegistry(Generic[P]):
         self._words = words
 
     def find(self, name: str) -> P:
-        """The parser of that name. Raises `ValueError` that lists the known names."""
+        """Return the parser of that name. Raises `ValueError` listing the known names."""
         parsers: dict[str, type[P]] = {**self._builtin, **entry_point_parsers(self._group)}
         name = self._aliases.get(name, name)
         if name not in parsers:
@@ -50,7 +50,7 @@ class ParserRegistry(Generic[P]):
         return parsers[name]()
 
     def detect(self, template: str) -> P | None:
-        """The parser whose `matches` accepts this chat template, entry points first; None if there is none."""
+        """Return the parser whose `matches` accepts this chat template, or None. Entry points have precedence."""
         parsers: list[type[P]] = [*entry_point_parsers(self._group).values(), *self._builtin.values()]
         for parser in parsers:
             if parser.matches(template):
@@ -60,5 +60,5 @@ class ParserRegistry(Generic[P]):
 
 @cache
 def entry_point_parsers(group: str) -> dict[str, Any]:
-    """The parsers of other packages by name."""
+    """Load the parsers of other packages by name."""
     return {point.name: point.load() for point in entry_points(group=group)}

@@ -280,7 +280,7 @@ class PoolingApi:
         *,
         activation: bool = True,
     ) -> tuple[Float32Array, list[PooledOutput]]:
-        """Scores float32[pairs]; `field` is the request field of `documents`. Raises `ApiError`."""
+        """Compute scores float32[pairs]; `field` is the request field of `documents`. Raises `ApiError`."""
         if not isinstance(documents, str) and not 0 < len(documents) <= MAX_PROMPTS:
             raise invalid(field, f"'{field}' must hold between 1 and {MAX_PROMPTS} texts.")
         model = self._resolver.find_pooling(request.model)
@@ -318,7 +318,7 @@ def _inputs(request: EmbeddingRequest) -> list[str | list[int]]:
 
 
 def _encode(output: PooledOutput, *, as_base64: bool) -> Any:
-    """The embedding as base64, or as an array for the JSON encoder."""
+    """Return the embedding as base64, or as an array for the JSON encoder."""
     if as_base64:
         return base64.b64encode(output.values.astype("<f4").tobytes()).decode()
     return np.ascontiguousarray(output.values, np.float32)

@@ -22,11 +22,11 @@ _STORAGES = {
     "DoubleStorage": np.dtype(np.float64),
 }
 _MAX_PICKLE = 65536
-"""Maximum bytes of the pickled metadata; that of one tensor is a few hundred."""
+"""Maximum bytes of the pickled metadata; one tensor has a few hundred bytes."""
 
 
 def decode_embeddings(text: str) -> Embeddings:
-    """The float tensor in a base64 file of `torch.save` or `numpy.save`.
+    """Decode the float tensor in a base64-encoded file of `torch.save` or `numpy.save`.
 
     torch files are read without torch and without executing pickled code. Raises `ValueError`.
     """

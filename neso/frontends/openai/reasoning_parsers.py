@@ -11,7 +11,7 @@ from neso.frontends.openai.tool_parsers.text_reader import partial_end
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Text, split into reasoning and content."""
+    """Text split into reasoning and content."""
 
     reasoning: str = ""
     content: str = ""
@@ -27,7 +27,7 @@ class ReasoningParser:
     opens: ClassVar[tuple[str, ...]]
     """Marks that begin reasoning; none is a prefix of another."""
     closes: ClassVar[tuple[str, ...]]
-    """Marks that end it."""
+    """Marks that end reasoning."""
     special_tokens: ClassVar[tuple[str, ...]] = ()
     """Special tokens in the marks; the parser receives them even if special tokens are skipped."""
     always_reasons: ClassVar[bool] = False
@@ -39,17 +39,17 @@ class ReasoningParser:
         return False
 
     def begins_inside(self, prompt: str) -> bool:
-        """Whether the output begins within reasoning, which many templates open at the end of the prompt."""
+        """Whether the output begins within reasoning. Many templates open reasoning at the end of the prompt."""
         if self.is_closed(prompt):
             return False
         return self.always_reasons or prompt.rstrip().endswith(self.opens)
 
     def is_closed(self, prompt: str) -> bool:
-        """Whether the prompt ends with closed reasoning, as templates write it when reasoning is disabled."""
+        """Whether the prompt ends with closed reasoning, which templates write if reasoning is disabled."""
         return prompt.rstrip().endswith(self.closes)
 
     def stream(self, prompt: str = "") -> ReasoningStream:
-        """A parser of the output for `prompt`."""
+        """Create a parser of the output for `prompt`."""
         return ReasoningStream(self.opens, self.closes, inside=self.begins_inside(prompt))
 
 
@@ -74,14 +74,14 @@ class ReasoningStream:
         return self._inside
 
     def feed(self, text: str) -> Split:
-        """Add text. Returns what can be classified."""
+        """Add text. Returns the part that can be classified."""
         self._text += text
         while self._state():
             pass
         return self._take()
 
     def finish(self) -> Split:
-        """End the text. Returns what was held back."""
+        """End the text. Returns the held-back text."""
         if self._inside:
             self._reasoning.append(self._text if self._text.strip() else "")
         elif self._state != self._read_space:
@@ -90,7 +90,7 @@ class ReasoningStream:
         return self._take()
 
     def _read_open(self) -> bool:
-        """Decide whether there is reasoning; drop the opening mark, even if the prompt had opened reasoning."""
+        """Decide whether the text begins with reasoning; drop the opening mark, even if the prompt opened reasoning."""
         start = self._text.lstrip()
         for mark in self._opens:
             if start.startswith(mark):
@@ -111,7 +111,7 @@ class ReasoningStream:
         return True
 
     def _read_reasoning(self) -> bool:
-        """Pass reasoning on up to its closing mark; hold back whitespace, which may be trailing."""
+        """Collect reasoning up to its closing mark; hold back whitespace, which may be trailing."""
         found = [(at, mark) for mark in self._closes if (at := self._text.find(mark)) >= 0]
         if found:
             at, mark = min(found)
@@ -179,7 +179,7 @@ class MistralParser(ReasoningParser):
 
 
 class GraniteParser(ReasoningParser):
-    """Granite 3.2: sentences as marks."""
+    """Granite 3.2, which uses sentences as marks."""
 
     opens = ("Here is my thought process:", "Here's my thought process:")
     closes = ("Here is my response:", "Here's my response:")
@@ -219,10 +219,10 @@ _REGISTRY = ParserRegistry("reasoning parser", GROUP, BUILTIN, ALIASES, words=(A
 
 
 def find_reasoning_parser(name: str) -> ReasoningParser | None:
-    """The parser of that name; None for "none". Raises `ValueError` that lists the known names."""
+    """Return the parser of that name; None for "none". Raises `ValueError` listing the known names."""
     return None if name == NONE else _REGISTRY.find(name)
 
 
 def detect_reasoning_parser(template: str) -> ReasoningParser | None:
-    """The parser for models with this chat template; None if it has no reasoning."""
+    """Return the parser for models with this chat template, or None if it has no reasoning."""
     return _REGISTRY.detect(template)

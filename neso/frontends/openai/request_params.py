@@ -1,4 +1,4 @@
-"""From the fields that all generation requests share to the engine's request: prompt, sampling, output format."""
+"""Conversion of fields shared by all generation requests to the engine's request: prompt, sampling, output format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from neso.generation.guided_decoding import NAMES, read_guided_decoding
 logger = logging.getLogger(__name__)
 
 MAX_PROMPTS = 2048
-"""Per request, as with OpenAI."""
+"""Maximum number of prompts per request, the same as at OpenAI."""
 
 Embeddings = npt.NDArray[Any]
 Prompt = str | list[int] | Embeddings
@@ -113,7 +113,7 @@ def reject_unsupported(request: GenerationFields) -> None:
 
 
 def guided_decoding_of(request: GenerationFields) -> GuidedDecoding | None:
-    """The output format set by `response_format`, `structured_outputs` or `guided_*`. Raises `ApiError`."""
+    """Return the output format set by `response_format`, `structured_outputs` or `guided_*`. Raises `ApiError`."""
     fields = {name: value for name, value in (request.model_extra or {}).items() if name in NAMES}
     if request.response_format is not None:
         fields["response_format"] = request.response_format.model_dump(exclude_unset=True)
@@ -126,7 +126,7 @@ def guided_decoding_of(request: GenerationFields) -> GuidedDecoding | None:
 
 
 def sampling_values(request: GenerationFields, defaults: SamplingDefaults) -> dict[str, Any]:
-    """Sampling parameters from the shared fields; `defaults` are the model's."""
+    """Return sampling parameters from the shared fields; `defaults` are the model's."""
     uses_beams = request.use_beam_search or (request.beam_width or 1) > 1
     values = {} if uses_beams else defaults.given()  # beams are scored by unmodified logits
     for name in _SAMPLING_FIELDS:
@@ -155,7 +155,7 @@ def sampling_values(request: GenerationFields, defaults: SamplingDefaults) -> di
 
 
 def make_sampling(values: dict[str, Any], client_names: dict[str, str]) -> SamplingParams:
-    """`SamplingParams` of `values`. Raises `ApiError`; `client_names` as in `invalid_parameter`."""
+    """Create `SamplingParams` from `values`. Raises `ApiError`; `client_names`: see `invalid_parameter`."""
     try:
         return SamplingParams(**values)
     except InvalidParameter as error:
@@ -170,7 +170,7 @@ async def truncate_prompt(
     *,
     add_special_tokens: bool,
 ) -> Prompt:
-    """The last `num_tokens` of the prompt; with -1 as many as leave room for one output token; with None all.
+    """Return the last `num_tokens` of the prompt. -1 leaves room for one output token; None keeps all tokens.
 
     Raises `ApiError`.
     """
@@ -197,7 +197,7 @@ def generation_request(
     add_special_tokens: bool,
     images: tuple[Any, ...] = (),
 ) -> GenerationRequest:
-    """The engine's request for one prompt. `add_special_tokens` applies if the client does not set it."""
+    """Create the engine's request for one prompt. `add_special_tokens` applies if the client does not set it."""
     special = request.add_special_tokens
     is_embeddings = isinstance(prompt, np.ndarray)
     return GenerationRequest(

@@ -1,7 +1,7 @@
 """Declaration and dispatch of the API's operations.
 
 A handler is declared with `@operation(...)`: method, paths, and the types of its request and response. `routes_of`
-makes its ASGI routes from the declaration, and `openapi.openapi_document` its description.
+creates ASGI routes from the declaration, and `openapi.openapi_document` creates the description.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Operation:
 
 @dataclass(slots=True)
 class RequestContext:
-    """A request besides its body. `trace` is set for sampled requests of cancellable operations."""
+    """A request without its body. `trace` is set for sampled requests of cancellable operations."""
 
     scope: Scope
     trace: Trace | None = None
@@ -115,14 +115,14 @@ def operation(method: str, *paths: str, tag: str, **declaration: Any) -> Callabl
 
 
 def operations_of(resource: type) -> Iterator[tuple[str, Operation]]:
-    """The names of a class's handlers, and their operations, in the order of their definition."""
+    """Return the names of a class's handlers and their operations, in the order of definition."""
     for name, member in vars(resource).items():
         if (declared := getattr(member, "operation", None)) is not None:
             yield name, declared
 
 
 def routes_of(resource: Any, core: Core, max_body_size: int) -> list[tuple[Operation, Route]]:
-    """The routes of `resource`'s operations."""
+    """Return the routes of `resource`'s operations."""
     return [
         (declared, Route(path, endpoint, methods=[declared.method]))
         for name, declared in operations_of(type(resource))
@@ -196,12 +196,12 @@ class Endpoint:
 
 
 def error_response(error: ApiError) -> Response:
-    """The response of an error."""
+    """Create the response for an error."""
     return Response(error.body(), error.status, media_type="application/json")
 
 
 def json_response(body: Mapping[str, Any]) -> Response:
-    """A JSON response; `body` may contain numpy arrays."""
+    """Create a JSON response; `body` may contain numpy arrays."""
     return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
 
 
@@ -235,7 +235,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def parse_body(body: bytes, schema: type[Body]) -> Body:
-    """Validate a JSON body. Raises `ApiError` 400 that names the invalid field."""
+    """Validate a JSON body. Raises `ApiError` 400 naming the invalid field."""
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
@@ -245,7 +245,7 @@ def parse_body(body: bytes, schema: type[Body]) -> Body:
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`, and cancel it when the client disconnects or the current task is cancelled.
 
-    Returns after `work` has cleaned up, so its engine requests are aborted by then.
+    Returns after `work` has cleaned up, when its engine requests are aborted.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_until_disconnected(receive))

@@ -2,7 +2,7 @@
 
 Requests are pydantic models. Unknown fields are accepted and ignored, because OpenAI's clients regularly send new ones;
 unsupported fields that would change the result are rejected (see `request_params.reject_unsupported`). Responses are
-typed dictionaries, which handlers build directly; pydantic only makes their JSON schemas.
+typed dictionaries, which handlers build directly; pydantic only generates their JSON schemas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Word = Annotated[str | TokenIds, Field(union_mode="left_to_right")]
 
 open_object = with_config(ConfigDict(extra="allow"))
-"""Decorator of a response type that may have further fields."""
+"""Decorator of a response type that may have additional fields."""
 
 
 class StreamOptions(BaseModel):
@@ -116,7 +116,7 @@ class GenerationFields(BaseModel):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
+        """Return `stop` as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

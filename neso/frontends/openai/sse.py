@@ -19,14 +19,14 @@ SSE_START = {
         (b"x-accel-buffering", b"no"),  # disables response buffering in nginx
     ],
 }
-"""The ASGI message that starts a response of events."""
+"""ASGI message that starts a response of events."""
 
 
 class EventStream:
     """An ASGI application that sends the events of a generator.
 
-    Make it with `open` to start the generator before the response: an exception before the first event then propagates
-    and can become an HTTP status. Any later exception is sent as the last event.
+    Create it with `open` to start the generator before the response: an exception before the first event then
+    propagates and can become an HTTP status. A later exception is sent as the last event.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], first: bytes = b"") -> None:
@@ -35,7 +35,7 @@ class EventStream:
 
     @classmethod
     async def open(cls, events: AsyncGenerator[bytes, None]) -> EventStream:
-        """Wait for the first event. Raises whatever `events` raises before it."""
+        """Wait for the first event. Raises any exception that `events` raises before it."""
         return cls(events, await anext(events))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,5 +55,5 @@ class EventStream:
 
 
 def error_event(error: Exception) -> bytes:
-    """The event that reports an error after the response has started."""
+    """Return the event for an error after the response has started."""
     return b"data: " + to_api_error(error).body() + b"\n\n"

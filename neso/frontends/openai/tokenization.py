@@ -116,7 +116,7 @@ class TokenizationApi:
             raise to_api_error(error) from None
 
     async def _find(self, name: str | None) -> tuple[Model, TokenizerLike]:
-        """The model, by default the only one, and its tokenizer. Raises `ApiError` and `ServerError`."""
+        """Return the model, by default the only model, and its tokenizer. Raises `ApiError` and `ServerError`."""
         if name is None:
             known = [model.name for model in self._resolver.text_models()]
             if len(known) != 1:

@@ -1,1 +1,1 @@
-"""Network transports: HTTP/1.1, HTTP/2 and gRPC servers on asyncio. They import nothing else of Neso."""
+"""Network transports: HTTP/1.1, HTTP/2 and gRPC servers on asyncio. They import no other package of Neso."""

@@ -11,7 +11,7 @@ from typing import Any
 def tls_arguments(
     context: ssl.SSLContext | None, handshake_timeout: float, shutdown_timeout: float
 ) -> dict[str, Any]:
-    """TLS arguments of `loop.create_server`, with timeouts in seconds; empty without TLS.
+    """Return TLS arguments for `loop.create_server`, with timeouts in seconds; empty without TLS.
 
     asyncio rejects the timeouts when `ssl` is None. Its own defaults would let a silent client delay shutdown by a
     minute.
@@ -26,7 +26,7 @@ def tls_arguments(
 
 
 def enable_tcp_keepalive(transport: asyncio.BaseTransport) -> None:
-    """Let the kernel detect peers that vanished without closing the connection."""
+    """Enable TCP keepalive, which detects peers that are gone without closing the connection."""
     raw = transport.get_extra_info("socket")
     if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

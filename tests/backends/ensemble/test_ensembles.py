@@ -40,7 +40,7 @@ class TritonPythonModel:
 
 
 def waiting_for(path: Path) -> str:
-    """A model that writes the file `begun` into its folder, and adds nothing to its input once `path` exists."""
+    """Return a model that writes the file `begun` into its folder and returns its input once `path` exists."""
     wait = f"""
             (Path(pb_utils.get_model_dir()) / "begun").touch()
             end = time.monotonic() + 60
@@ -110,7 +110,7 @@ async def cores():
 
 
 class Server:
-    """A repository with three adders, and what a test adds."""
+    """A repository with three adders and further models of a test."""
 
     def __init__(self, path: Path, cores: list[Core]) -> None:
         self._cores = cores
@@ -196,7 +196,7 @@ async def test_omitted_optional_input(server: Server) -> None:
 
 
 async def test_optional_input_from_a_missing_output(server: Server) -> None:
-    """Steps to which it is optional go on without it, what only it leads to is left out, and so are outputs."""
+    """Steps with optional inputs run without it; steps and outputs that require it are omitted."""
     server.repository.add("split", SPLIT, SPLIT_TENSORS)
     outputs = [f'{{ name: "{name}" data_type: TYPE_FP32 dims: [ -1 ] }}' for name in ("OUT", "LARGE", "MORE")]
     server.add_ensemble(

@@ -11,7 +11,7 @@ from neso.server.errors import InvalidArgument
 
 
 def graph(*steps: str, inputs: str = "A", outputs: str = "Z") -> EnsembleGraph:
-    """Steps as "model: in1 in2 -> out1 out2", tensors called alike in the models."""
+    """Return steps written as "model: in1 in2 -> out1 out2"; tensor names are the same in the models."""
     config = ModelConfig(name="e", platform="ensemble")
     for name in inputs.split():
         config.input.add(name=name, data_type="TYPE_FP32", dims=[1])

@@ -47,7 +47,7 @@ async def with_tensors(core: Core, body: dict[str, Any]) -> list[dict[str, Any]]
 
 
 async def without_tensors(core: Core, body: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """None if the request needs tensors."""
+    """Return None if the request needs tensors."""
     model = core.model("pilot")
     request = InferenceRequest(model.name, {})
     values = _read_text_values(body, model, request)

@@ -38,7 +38,7 @@ input { name: "lora_weights" data_type: TYPE_FP32 dims: [ -1, -1 ] optional: tru
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A checkpoint, three adapters, and peft's text with each of them and with none."""
+    """Create a checkpoint, three adapters, and peft's text with each of them and with none."""
     root = tmp_path_factory.mktemp("adapted")
     base = make_checkpoint(root / "base")
     adapters = {
@@ -66,7 +66,7 @@ async def core(made, tmp_path):
     )
     shutil.copytree(adapters["two"], version / "adapters" / "two")
     (version / "multi_lora.json").write_text(
-        json.dumps({"one": str(adapters["one"]), "two": "adapters/two"})  # absolute, and beside it
+        json.dumps({"one": str(adapters["one"]), "two": "adapters/two"})  # absolute, and relative to the file
     )
     core = Core(ServerOptions((tmp_path,), backend_config={"llm": {"in-process": "true"}}))
     await core.start()
@@ -186,9 +186,7 @@ async def test_metrics_name_the_adapters(core, step_pace):
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await until(
-        lambda: 'running_lora_adapters=""' in info()[0]
-    )  # the requests themselves go on to their ends
+    await until(lambda: 'running_lora_adapters=""' in info()[0])  # the requests continue
     assert 'running_lora_adapters="",version="1",waiting_lora_adapters=""' in info()[0]
 
 
@@ -211,7 +209,7 @@ async def test_runtime_lora_is_disabled_by_default(made, tmp_path):
         await core.stop()
 
 
-async def test_an_adapter_that_cannot_be_loaded_at_the_start_fails_the_model(made, tmp_path):
+async def test_an_invalid_adapter_fails_the_load(made, tmp_path):
     base, _, _ = made
     version = tmp_path / "tiny" / "1"
     version.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The llm backend within a core: its repository forms, tensors in and out, metrics, unload and reload."""
+"""The llm backend in a running core: repository formats, input and output tensors, metrics, unload and reload."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_logits_as_tensors(core):
     assert named == [True, False, False, False]
 
 
-async def test_beams_by_the_names_of_tensorrt_llm(core):
+async def test_beam_search_with_tensorrt_llm_names(core):
     parameters = {
         "beam_width": 3,
         "num_return_sequences": 3,
@@ -141,12 +141,12 @@ async def test_parameters_as_json_text(core):
     assert "is" not in text and "a" not in text
 
 
-async def test_bad_parameter_is_answered(core):
+async def test_invalid_parameter_is_rejected(core):
     (response,) = [r async for r in core.model("pilot").submit(request(parameters={"temperature": -1.0}))]
     assert isinstance(response.error, InvalidArgument) and "temperature" in response.error.message
 
 
-async def test_cancel_frees_and_counts(core, step_pace):
+async def test_cancel_frees_blocks_and_is_counted(core, step_pace):
     model = core.model("pilot")
     stream = model.submit(request(stream=True, parameters={"ignore_eos": True, "max_tokens": 1000}))
     await anext(stream)
@@ -193,7 +193,7 @@ async def test_kv_cache_load(core, step_pace):
     assert [response async for response in stream][-1].final
 
 
-async def test_reload_lets_requests_in_flight_end(core):
+async def test_reload_waits_for_requests_in_flight(core):
     parameters = {"ignore_eos": True, "max_tokens": 60}
     (expected,) = await outputs(core, request(parameters=parameters))
     running = asyncio.create_task(outputs(core, request(stream=True, parameters=parameters)))
@@ -224,7 +224,7 @@ async def test_reload_lets_requests_in_flight_end(core):
         ({"override_generation_config": {"top_k": "x"}}, "override_generation_config: top_k: Expected `int`"),
     ],
 )
-async def test_invalid_options_are_the_reason(tmp_path, model_json, reason):
+async def test_invalid_options_are_reported(tmp_path, model_json, reason):
     write_repository(tmp_path, **model_json)
     core = neso.server.core.Core(
         ServerOptions(model_repository=(tmp_path,), backend_config={"llm": {"in-process": "true"}})
@@ -285,7 +285,7 @@ async def test_guided_decoding(core, parameters):
         ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide"),
     ],
 )
-async def test_invalid_grammar_is_named(core, parameters, message):
+async def test_invalid_grammar_names_its_field(core, parameters, message):
     with pytest.raises(ServerError, match=message) as caught:
         responses = [r async for r in core.model("pilot").submit(request(parameters=parameters))]
         raise responses[0].error

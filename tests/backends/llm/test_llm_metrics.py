@@ -1,4 +1,4 @@
-"""What a language model's metrics say of its requests, its steps and its engine; and requests that it refuses."""
+"""Metrics of a language model: requests, steps, the engine, and rejected requests."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ async def test_a_request_is_counted_in_every_histogram(tmp_path):
         assert value(core, "vllm:prompt_tokens_cached_total") > 0
 
 
-async def test_steps_are_counted_one_by_one(tmp_path):
+async def test_steps_are_counted(tmp_path):
     async with serving(tmp_path, max_prefill_chunk=4, enable_overlap=False) as core:
         await outputs(core, request(parameters={"max_tokens": 3, "ignore_eos": True}))
         prompt = value(core, "vllm:request_prompt_tokens_sum")
         steps = value(core, "vllm:iteration_tokens_total_count")
-        # Parts of a prompt are steps, though they give no output.
+        # Prompt chunks are steps, although they give no output.
         assert steps == -(-prompt // 4) + 2
         assert value(core, "vllm:iteration_tokens_total_sum") == prompt + 2
         general = "nv_trt_llm_general_metrics"

@@ -1,4 +1,4 @@
-"""A language model that is unloaded takes its engine's process with it, and leaves nothing behind."""
+"""Unloading a language model ends its engine process and releases all memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def use(core: Core) -> weakref.ref[object]:
 
 def taken() -> tuple[int, int, int]:
     process = psutil.Process()
-    # The event loop's pool grows up to its size as it likes.
+    # The thread pool of the event loop may grow up to its maximum.
     threads = [
         thread for thread in threading.enumerate() if not thread.name.startswith(("asyncio_", "uvloop_"))
     ]
@@ -51,7 +51,7 @@ async def test_memory_of_a_language_model_is_released(tmp_path: Path) -> None:
             assert psutil.Process().children()
             await core.unload_model("m")
             assert model() is None
-        # Threads of sockets end by themselves: of the first engine, perhaps after they were counted.
+        # Socket threads end asynchronously: those of the first engine may end after they were counted.
         await until(lambda: all(now <= then for now, then in zip(taken(), before, strict=True)))
         assert psutil.Process().memory_info().rss - memory < 32 << 20
     finally:

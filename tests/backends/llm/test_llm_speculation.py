@@ -1,4 +1,4 @@
-"""Speculative decoding on the server: its options, its metrics, and guesses of clients."""
+"""Speculative decoding on the server: options, metrics, and draft tokens from clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def text(core, sent) -> str:
     return tensor.strings()[0]
 
 
-async def test_a_draft_model_changes_no_text_and_is_counted(tmp_path):
+async def test_a_draft_model_changes_no_text_and_has_metrics(tmp_path):
     parameters = {"max_tokens": 24, "ignore_eos": True}
     async with serving(tmp_path / "plain") as core:
         expected = await text(core, request(parameters=parameters))

@@ -1,4 +1,4 @@
-"""Traces of the shipped model, from the client's request down to prefill and decode, whatever API it comes by."""
+"""Traces of the bundled model, from the client's request to prefill and decode, for every API."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ ensemble_scheduling { step {
 
 
 class Fronts:
-    """The ports of the front ends, and the collector that they report to."""
+    """The ports of the front ends, and their trace collector."""
 
     def __init__(self, http: KServeHttp, grpc: KServeGrpc, collector: Collector) -> None:
         self.http, self.grpc, self.collector = http.port, grpc.port, collector
@@ -109,7 +109,7 @@ async def fronts(tmp_path: Path) -> AsyncIterator[Fronts]:
 
 
 def check(collector: Collector, path: list[str], usage: tuple[int, int]) -> None:
-    """One tree in the client's trace: a request, the models on the `path`, and what the last of them does."""
+    """Check that the client's trace is one tree: a request, the models on the `path`, and the last model's spans."""
     tree = {name: [child] for name, child in zip(["", *path], path, strict=False)}
     for model in path[1:-1]:
         if model != "ensemble":
@@ -137,7 +137,7 @@ def text_input(module: Any) -> Any:
 
 
 def generate(port: int, endpoint: str, begun: Callable[[], None] = lambda: None, **parameters: Any) -> bytes:
-    """The answer; `begun` is called when its first line has come."""
+    """Return the response; `begun` is called after its first line."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v2/models/pilot/{endpoint}",
         orjson.dumps({"text_input": PROMPT, "temperature": 0, **parameters}),
@@ -149,7 +149,7 @@ def generate(port: int, endpoint: str, begun: Callable[[], None] = lambda: None,
         return first + bytes(response.read())
 
 
-async def test_completions_of_openai(fronts):
+async def test_openai_completions(fronts):
     def complete() -> Any:
         return fronts.openai().completions.create(
             model="pilot",
@@ -174,7 +174,7 @@ async def test_completions_of_openai(fronts):
     assert model.attributes["gen_ai.response.id"] == model.attributes["triton.request_id"]
 
 
-async def test_a_streamed_chat_of_openai(fronts):
+async def test_openai_chat_stream(fronts):
     def chat() -> int:
         stream = fronts.openai().chat.completions.create(
             model="pilot",
@@ -192,7 +192,7 @@ async def test_a_streamed_chat_of_openai(fronts):
     check(fronts.collector, ["InferRequest", "pilot"], (prompt_tokens, 4))
 
 
-async def test_several_prompts_are_executions_of_one_request(fronts):
+async def test_several_prompts_share_one_request_span(fronts):
     def complete() -> None:
         fronts.openai().completions.create(
             model="pilot", prompt=[PROMPT, PROMPT + "?"], max_tokens=2, extra_headers=HEADERS
@@ -225,7 +225,7 @@ async def test_generate_stream(fronts, step_pace):
     assert root.events[-1] == "HTTP_SEND_END"
 
 
-async def test_a_stream_of_grpc(fronts):
+async def test_grpc_stream(fronts):
     def stream() -> None:
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with triton_grpc.InferenceServerClient(f"127.0.0.1:{fronts.grpc}") as client:
@@ -245,7 +245,7 @@ async def test_a_stream_of_grpc(fronts):
 
 
 @pytest.mark.parametrize("module", [triton_http, triton_grpc])
-async def test_an_ensemble_that_calls_a_model_that_calls_the_engine_is_one_tree(fronts, module):
+async def test_ensemble_and_nested_calls_are_one_tree(fronts, module):
     port = fronts.http if module is triton_http else fronts.grpc
 
     def infer() -> None:
@@ -264,7 +264,7 @@ async def test_an_ensemble_that_calls_a_model_that_calls_the_engine_is_one_tree(
     ]
 
 
-async def test_a_client_that_leaves_ends_its_trace(fronts, step_pace):
+async def test_disconnect_ends_the_trace(fronts, step_pace):
     def leave() -> None:
         stream = fronts.openai().completions.create(
             model="pilot", prompt=PROMPT, max_tokens=400, stream=True, extra_headers=HEADERS

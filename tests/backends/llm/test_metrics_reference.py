@@ -88,7 +88,7 @@ async def test_exported_metrics_are_listed(tmp_path, families, model_json):
 
 
 def expressions(value) -> list[str]:
-    """All PromQL of a dashboard."""
+    """Return all PromQL expressions of a dashboard."""
     if isinstance(value, dict):
         own = [value[key] for key in ("expr", "query") if isinstance(value.get(key), str)]
         return own + [found for item in value.values() for found in expressions(item)]
@@ -96,7 +96,7 @@ def expressions(value) -> list[str]:
 
 
 def queried(text: str, families) -> dict[str, bool]:
-    """Metrics named in a text, and whether each is listed; histograms by the names of their samples."""
+    """Return the metrics named in a text and whether each is listed; histograms by their sample names."""
 
     def listed(name: str) -> bool:
         base = PARTS.sub("", name)
@@ -107,7 +107,7 @@ def queried(text: str, families) -> dict[str, bool]:
 
 
 def unknown_labels(query: str, families) -> set[str]:
-    """Labels in a query that none of its metrics has."""
+    """Return the labels of a query that none of its metrics has."""
     known = {"le", "instance", "job"}
     for name in PROMQL_NAME.findall(query):
         known |= set(families[name if name in families else PARTS.sub("", name)].labels)

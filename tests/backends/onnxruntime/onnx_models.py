@@ -1,4 +1,4 @@
-"""ONNX models for tests, made by the `onnx` package."""
+"""ONNX models for tests, created with the `onnx` package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Spec = tuple[str, int, list[Any] | None]
 def graph(
     nodes: list[Any], inputs: list[Spec], outputs: list[Spec], initializers: dict[str, Any] | None = None
 ) -> bytes:
-    """A model of nodes. Specs are name, element type and shape, with text where it varies."""
+    """Return a model from nodes. Specs are name, element type and shape, with text for variable dimensions."""
     made = helper.make_graph(
         nodes,
         "graph",
@@ -39,7 +39,7 @@ def identity(kind: int, shape: list[Any]) -> bytes:
 
 
 def linear(batch: Any = "N", features: int = 4, outputs: int = 3) -> bytes:
-    """SUM = X @ W + B, and TOP, its largest element's index."""
+    """Return a model with SUM = X @ W + B and TOP, the index of the largest element."""
     rng = np.random.default_rng(0)
     weights = {
         "W": rng.standard_normal((features, outputs)).astype(np.float32),
@@ -59,7 +59,7 @@ def linear(batch: Any = "N", features: int = 4, outputs: int = 3) -> bytes:
 
 
 def accumulator() -> bytes:
-    """OUT = (START ? 0 : STATE) + IN, and STATE_OUT the same: a sequence's running sum."""
+    """Return a model with OUT = STATE_OUT = (START ? 0 : STATE) + IN, the running sum of a sequence."""
     nodes = [
         node("Cast", ["START"], ["FRESH"], to=T.BOOL),
         node("Mul", ["STATE", "ZERO"], ["NOTHING"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx_models
 import pytest
 
-# In a process of its own: once there is such a pool, all sessions of the process have it.
+# In a separate process, since the pool applies to all later sessions of a process.
 PROGRAM = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""ONNX models in a running core, against ONNX Runtime run directly."""
+"""ONNX models in a running core, compared with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def direct(model: bytes, **inputs) -> list[np.ndarray]:
 
 
 async def answer(model, **arrays):
-    """Outputs by name; raises the error."""
+    """Return outputs by name; raises the error."""
     (response,) = await asyncio.wait_for(collect(ask(model, **arrays)), 60)
     if response.error is not None:
         raise response.error
@@ -32,7 +32,7 @@ async def answer(model, **arrays):
 
 
 def batched(x: str, name: str, output: str) -> str:
-    """X has the type and dims `x`, what is named `name` of the type and dims `output` is the only output."""
+    """Return a config with the input X of type and dims `x`, and the output `name` of type and dims `output`."""
     return f"max_batch_size: 2 input {{ name: 'X' {x} }} output {{ name: '{name}' {output} }}"
 
 
@@ -155,7 +155,7 @@ async def test_text_that_is_not_utf_8(serve_files):
 
 
 async def test_runtime_error_fails_the_request(serve_files):
-    """A shape that the model refuses while it runs."""
+    """The model rejects a shape at run time."""
     nodes = [node("Reshape", ["IN", "SHAPE"], ["OUT"])]
     model = graph(
         nodes, [("IN", T.FLOAT, ["N"])], [("OUT", T.FLOAT, [2, 2])], {"SHAPE": np.array([2, 2], np.int64)}
@@ -167,7 +167,7 @@ async def test_runtime_error_fails_the_request(serve_files):
 
 
 async def test_optional_inputs(serve_files):
-    """Those that the model has an initial value for."""
+    """Inputs with an initial value in the model."""
     model = graph(
         [node("Mul", ["IN", "FACTOR"], ["OUT"])],
         [("IN", T.FLOAT, ["N", 2]), ("FACTOR", T.FLOAT, ["N", 1])],
@@ -278,7 +278,7 @@ async def test_missing_inputs_are_completed(serve_files):
 
 
 async def test_non_tensor_outputs_are_left_out(serve_files):
-    """They are left out of what is completed, and cannot be asked for."""
+    """They are omitted from the completed configuration and cannot be requested."""
     sequence = onnx.helper.make_tensor_sequence_value_info("LIST", T.FLOAT, None)
     made = onnx.load_from_string(linear())
     made.graph.node.append(node("SequenceConstruct", ["SUM"], ["LIST"]))
@@ -294,7 +294,7 @@ async def test_non_tensor_outputs_are_left_out(serve_files):
 
 
 async def test_settings_are_passed_to_the_runtime(serve_files, monkeypatch):
-    """What sessions are opened with, and what they are run with."""
+    """Session options and run options."""
     opened, ran = [], []
     real = onnxruntime.InferenceSession
 
@@ -322,7 +322,7 @@ async def test_settings_are_passed_to_the_runtime(serve_files, monkeypatch):
     values_of_backend = {"onnxruntime": {"intra_op_thread_count": "1", "execution_mode": "0"}}
     core = await serve_files(config, LINEAR, backend_config=values_of_backend)
     await answer(core.model("model"), X=np.ones((1, 4), np.float32))
-    assert len(opened) == 3  # to complete the configuration, and one for each instance
+    assert len(opened) == 3  # one to complete the configuration, and one per instance
     for options, providers in opened[1:]:
         assert providers == ["CPUExecutionProvider"]
         assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 2)
@@ -396,7 +396,7 @@ async def test_sequences(serve_files, completed):
 
 
 async def test_ragged_batches(serve_files):
-    """Requests of other lengths go together: the model sees all elements, and where each request ends."""
+    """Requests of different lengths share a batch: the model gets all elements and the end of each request."""
     nodes = [
         node("Identity", ["IN"], ["ALL"]),
         node("Cast", ["ENDS"], ["ENDS_OUT"], to=T.FLOAT),
@@ -426,7 +426,7 @@ batch_output { target_name: "ALL" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_in
 
 
 async def test_event_loop_is_not_blocked(serve_files):
-    """While a model computes, the server does other things."""
+    """The server handles other requests while a model computes."""
     model = graph(
         [
             node("MatMul", ["X", "X"], ["A"]),

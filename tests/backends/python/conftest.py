@@ -21,19 +21,19 @@ Serve = Callable[..., Awaitable[Model]]
 
 @pytest.fixture(params=["thread", "process"])
 def execution_mode(request: pytest.FixtureRequest) -> str:
-    """Models must not see where they run."""
+    """Models must not be able to tell the modes apart."""
     return request.param
 
 
 @pytest.fixture
 def python_options(execution_mode: str) -> dict[str, dict[str, str]]:
-    """The `backend_config` of a server whose Python models run in that mode."""
+    """Return the `backend_config` of a server that runs Python models in this mode."""
     return {"python": {"execution-mode": execution_mode}}
 
 
 @pytest.fixture
 async def serve(tmp_path: Path, python_options: dict[str, dict[str, str]]) -> AsyncIterator[Serve]:
-    """`await serve(code, config)`: the model, loaded; `files` go into its version folder."""
+    """`await serve(code, config)` returns a core with the loaded model; `files` are written to its version folder."""
     cores: list[Core] = []
 
     async def start(code: str, config: str = IDENTITY_TENSORS, files: dict[str, str] | None = None) -> Model:

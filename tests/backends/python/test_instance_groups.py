@@ -22,7 +22,7 @@ from neso.server.options import ModelControlMode, ServerOptions
 
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
-    """`gpus(2)`: the driver knows that many."""
+    """`gpus(2)` makes the driver report two GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(server_gpus, "_NVIDIA_GPUS", tmp_path / "gpus")
 
@@ -34,7 +34,7 @@ def gpus(monkeypatch, tmp_path):
 
 
 async def reason(tmp_path, group: str) -> str:
-    """Why a model with such an instance group cannot be loaded."""
+    """Return why a model with this instance group cannot be loaded."""
     repository = RepositoryBuilder(tmp_path / "models")
     repository.add("model", config=f"{IDENTITY_TENSORS} instance_group {{ name: 'g' {group} }}")
     core = Core(ServerOptions((repository.path,)))

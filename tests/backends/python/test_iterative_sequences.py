@@ -84,7 +84,7 @@ def submit(model: Model, value: int, **options: Any) -> ResponseStream:
 
 
 async def numbers(stream: ResponseStream) -> list[int]:
-    """Of all responses, in order."""
+    """Return the numbers of all responses in order."""
     result: list[int] = []
     async for response in stream:
         if response.error is not None:
@@ -102,7 +102,7 @@ async def test_request_is_executed_until_its_final_response(serve) -> None:
     assert seen == [11, 1, 1, 1]  # START the first time, no flags after it
     stats = model.statistics.snapshot()
     assert (stats["inference_count"], stats["execution_count"]) == (1, 4)
-    # What it waited between executions (of 2 ms each) is no time in the queue.
+    # Waiting between executions (of 2 ms each) does not count as queue time.
     assert stats["inference_stats"]["queue"]["ns"] <= took - 4 * 2_000_000
     assert model.in_flight_count == 0
 
@@ -151,7 +151,7 @@ async def test_warmup_is_executed_once(serve) -> None:
 
 async def test_client_may_choose_the_sequence_id(serve) -> None:
     model = await serve(COUNTDOWN, CONFIG % "")
-    for _ in range(2):  # it ends with its request, without END
+    for _ in range(2):  # the sequence ends with its request, without END
         assert await numbers(submit(model, 2, sequence_id="mine", sequence_start=True)) == [11, 1]
     (response,) = [r async for r in submit(model, 1, sequence_id="mine")]
     assert "must specify the START flag" in response.error.message

@@ -33,7 +33,7 @@ output { name: "OUT" data_type: TYPE_STRING dims: [ -1 ] }
 
 @pytest.fixture
 def loaded(serve):
-    """`await loaded(code)`: the model of that code, served."""
+    """`await loaded(code)` loads a model with this code."""
 
     async def start(code: str):
         return await serve(HEAD + code, TENSORS)
@@ -42,14 +42,14 @@ def loaded(serve):
 
 
 async def outcome(model) -> str:
-    """What the model tells, as JSON."""
+    """Return the JSON result of the model."""
     (response,) = await asyncio.wait_for(collect(ask(model, IN=np.ones(1, np.float32))), 60)
     assert response.error is None, response.error
     return response.output("OUT").strings()[0]
 
 
 def lines(model, name: str) -> list[str]:
-    """The lines of a family in /metrics."""
+    """Return the lines of a family in /metrics."""
     text = model._backend.context.core.metrics.render().decode()
     return [
         line for line in text.splitlines() if line.startswith((name, f"# HELP {name} ", f"# TYPE {name} "))

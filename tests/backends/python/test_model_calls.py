@@ -47,7 +47,7 @@ class TritonPythonModel:
 
 @pytest.fixture
 async def serve(tmp_path: Path, python_options):
-    """`await serve(code, decoupled=False)`: the core; the code is that of the model "caller"."""
+    """`await serve(code, decoupled=False)` returns the core; `code` is that of the model "caller"."""
     cores: list[Core] = []
 
     async def start(code: str, decoupled: bool = False, **options: Any) -> Core:
@@ -72,7 +72,7 @@ async def serve(tmp_path: Path, python_options):
 
 
 async def outcome(core: Core, *values: float) -> list[float] | str:
-    """What the caller answers to a request: its values, or the message of its error."""
+    """Return the values of the caller's response, or its error message."""
     stream = ask(core.model("caller"), IN=np.array(values or (1,), np.float32))
     found: list[float] = []
     for response in await asyncio.wait_for(collect(stream), 60):

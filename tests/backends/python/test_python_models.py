@@ -161,7 +161,7 @@ async def test_undeclared_outputs_are_dropped(serve, caplog):
 )
 async def test_error_in_execute_fails_only_the_request(serve, body, message):
     model = await serve(HEAD + f"    def execute(self, requests):\n        {body}\n")
-    for _ in range(2):  # the instance lives on
+    for _ in range(2):  # the instance continues
         error = await error_of(model)
         assert message in error.message and error.code is ErrorCode.INTERNAL
     assert model.ready() and model.statistics.fail.count == 2
@@ -301,7 +301,7 @@ async def test_sender_without_decoupling(serve):
     assert response.error is not None and "exactly one response" in response.error.message
 
 
-# Of executions at the same time: each of them returns once there are two.
+# Each execution returns once two run concurrently.
 MEETING = """
     def meet(self):
         folder = Path(pb_utils.get_model_dir())

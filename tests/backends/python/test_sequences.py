@@ -94,7 +94,7 @@ class TritonPythonModel:
 def ask(
     model: Model, sequence: int | str, value: int, flags: str = "", outputs: tuple[str, ...] = ()
 ) -> ResponseStream:
-    """`flags`: "s" for START, "e" for END."""
+    """Send a request. `flags`: "s" for START, "e" for END."""
     shape = (1, 1) if model.config.max_batch_size else (1,)
     tensor = Tensor.from_numpy("IN", np.full(shape, value, np.int32))
     return model.submit(
@@ -200,7 +200,7 @@ async def test_implicit_state_belongs_to_its_sequence(serve, size, strategy) -> 
         assert await sums(streams[key]) == [index, 3 * index, 6 * index]
     response = await answer(ask(model, 1, 9, "s", outputs=("OUT",)))
     assert [(tensor.name, tensor.array.item()) for tensor in response.outputs] == [("OUT", 9)]
-    # An error leaves the state as it was, a second START begins anew.
+    # An error does not change the state, a second START resets it.
     assert "negative" in (await answer(ask(model, 1, -1))).error.message
     assert await sums([ask(model, 1, 1), ask(model, 1, 1, "s")]) == [10, 1]
 
@@ -208,7 +208,7 @@ async def test_implicit_state_belongs_to_its_sequence(serve, size, strategy) -> 
 async def test_state_that_is_also_an_output_is_sent_to_the_client(serve) -> None:
     outputs = TENSORS + 'output { name: "SUM_OUT" data_type: TYPE_INT64 dims: [ 1 ] }'
     state = STATE % "initial_state { name: 'five' data_type: TYPE_INT64 dims: [ 1 ] data_file: 'five' }"
-    # The fixture writes below the version's folder, initial states are beside it.
+    # The fixture writes into the version folder; initial states are next to it.
     five = {"../initial_state/five": (5).to_bytes(8, "little").decode()}
     model = await serve(STATEFUL, f"{outputs} sequence_batching {{ {state} }}", five)
     response = await answer(ask(model, 1, 2, "s"))

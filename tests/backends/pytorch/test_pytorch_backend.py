@@ -1,4 +1,4 @@
-"""PyTorch programs in a running core, against torch run directly."""
+"""PyTorch programs in a running core, compared with torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parameters(**values: str) -> str:
 
 
 async def answer(model, **arrays):
-    """Outputs by name; raises the error."""
+    """Return outputs by name; raises the error."""
     (response,) = await asyncio.wait_for(collect(ask(model, **arrays)), 60)
     if response.error is not None:
         raise response.error
@@ -72,7 +72,7 @@ SUM, DIFF = (A + B).tolist(), (A - B).tolist()
     ("inputs", "outputs"),
     [
         (("INPUT__0", "INPUT__1"), ("OUTPUT__0", "OUTPUT__1")),
-        (("Q__1", "P__0"), ("Y__1", "X__0")),  # the index says it, not the order
+        (("Q__1", "P__0"), ("Y__1", "X__0")),  # by index, not by order
         (("a", "b"), ("first", "second")),
         (("b", "a"), ("first", "second")),  # by the arguments of forward
         (("LEFT", "RIGHT"), ("OUTPUT__0", "OUTPUT__1")),  # in order
@@ -241,7 +241,7 @@ async def test_program_errors_fail_the_request(serve_files):
 
 
 async def test_missing_outputs_and_wrong_types(serve_files):
-    """In Triton's words, when a request finds out."""
+    """Errors of requests, with Triton's messages."""
     files = {"model.pt": script(AddSub())}
     model = (await serve_files(CONFIG + tensors("a", "b") + tensors("OUT__2", kind="output"), files)).model(
         "model"
@@ -328,7 +328,7 @@ async def test_missing_or_invalid_files(serve_files):
 
 
 async def test_parameters(serve_files, caplog):
-    """The switches are those of the thread that runs the program."""
+    """The settings apply to the thread that runs the program."""
     seen = []
     config = CONFIG + tensors("x") + OUT + "instance_group { count: 2 }"
     values = parameters(

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 
 def script(module: Any) -> bytes:
-    """`model.pt` of a module."""
+    """Return `model.pt` of a module."""
     buffer = io.BytesIO()
     torch.jit.save(torch.jit.script(module), buffer)
     return buffer.getvalue()
@@ -26,7 +26,7 @@ def trace(module: Any, *example: Any) -> bytes:
 def export(
     module: Any, arguments: tuple[Any, ...], named: dict[str, Any] | None = None, shapes: Any = None
 ) -> bytes:
-    """`model.pt2` of a module."""
+    """Return `model.pt2` of a module."""
     buffer = io.BytesIO()
     torch.export.save(torch.export.export(module, arguments, named, dynamic_shapes=shapes), buffer)
     return buffer.getvalue()
@@ -68,7 +68,7 @@ class Upper(torch.nn.Module):
 
 
 class Scaled(torch.nn.Module):
-    """With an argument that may be left out."""
+    """Has an optional argument."""
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         if scale is not None:

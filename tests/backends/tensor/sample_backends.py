@@ -16,7 +16,7 @@ gate = threading.Event()
 
 
 class Sample(TensorModel):
-    """OUT is IN times the parameter `factor`; `fault` is what it does wrong."""
+    """OUT is IN times the parameter `factor`; `fault` selects an error."""
 
     def load(self):
         self.factor = self.parameters.integer("factor", 2)

@@ -37,7 +37,7 @@ def sample(monkeypatch):
 
 
 async def answer(model, *values: float, **arrays):
-    """Values of OUT, or the error."""
+    """Return the values of OUT, or the error."""
     (response,) = await asyncio.wait_for(
         collect(
             ask(
@@ -53,7 +53,7 @@ async def answer(model, *values: float, **arrays):
 
 
 async def running(count: int) -> None:
-    """Until so many instances are at work."""
+    """Wait until this many instances are executing."""
     await until(lambda: len(sample_backends.threads) >= count)
 
 
@@ -192,7 +192,7 @@ output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
 
 
 async def test_sequences_with_states(serve_files):
-    """OUT = 2 IN + the OUT before, for each of many sequences."""
+    """OUT = 2 IN + the previous OUT, for many sequences."""
     model = (await serve_files(SEQUENCES, {})).model("model")
 
     async def sequence(number: int) -> list[float]:

@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Served:
-    """A core with the one model. `reason` is why it is not ready, "" if it is."""
+    """A core with one model. `reason` is why it is not ready, "" if it is."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
@@ -48,7 +48,7 @@ class Served:
         return self.core.model(NAME)._backend
 
     async def responses(self, inputs: Outputs, id: str = "") -> list[Outputs]:
-        """What a request is answered with; an error is raised."""
+        """Return the responses to a request; an error is raised."""
         tensors = {name: Tensor.from_numpy(name, array) for name, array in inputs.items()}
         found = []
         async for response in self.core.model(NAME).submit(InferenceRequest(NAME, tensors, id=id)):
@@ -58,7 +58,7 @@ class Served:
         return found
 
     async def tokens(self, prompt: list[int] = PROMPT, length: int = 8, **further: Any) -> list[int]:
-        """The new tokens of a request that is answered once."""
+        """Return the new tokens of a request with one response."""
         inputs = {
             "input_ids": np.array([prompt], np.int32),
             "input_lengths": np.array([len(prompt)], np.int32)[np.newaxis],
@@ -75,7 +75,7 @@ ServeModel = Callable[..., Awaitable[Served]]
 
 @pytest.fixture
 async def serve_model(tmp_path: Path, checkpoint: Path) -> AsyncIterator[ServeModel]:
-    """`await serve_model(parameter=value, ...)`; see `write_model` for more. The engine runs in this process."""
+    """`await serve_model(parameter=value, ...)`: other arguments as `write_model`. The engine runs in this process."""
     cores: list[Core] = []
 
     async def serve(model: Path | str = checkpoint, **options: Any) -> Served:
@@ -93,7 +93,7 @@ async def serve_model(tmp_path: Path, checkpoint: Path) -> AsyncIterator[ServeMo
 
 @pytest.fixture(scope="session")
 def greedy(checkpoint: Path) -> Callable[..., list[int]]:
-    """What the engine alone answers: `greedy(prompt, length, **sampling)`."""
+    """`greedy(prompt, length, **sampling)` returns the tokens of the engine without a server."""
     llm = LLM(checkpoint)
 
     def answer(prompt: list[int] = PROMPT, length: int = 8, **params: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""docs/guides/tensorrtllm-backend.md: its tables say what the code says, its example runs."""
+"""docs/guides/tensorrtllm-backend.md: its tables match the code, its example runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "tensorrtllm-backend.md"
 
 
 def section(title: str) -> str:
-    """The text under a heading, up to the next."""
+    """Return the text under a heading, up to the next one."""
     return re.split(r"^#+ ", PAGE.split(f"# {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
 
 
@@ -31,7 +31,7 @@ def test_parameter_tables_match_the_code():
 
 
 def names_in(text: str) -> set[str]:
-    """What stands between backticks; with \u2026 in front it goes on like the name before it."""
+    """Return the names in backticks; a leading … stands for the prefix of the name before it."""
     found: set[str] = set()
     last = ""
     for name in re.findall(r"`([a-z_\u2026*]+)[^`]*`", text):
@@ -45,7 +45,7 @@ def names_in(text: str) -> set[str]:
 def test_all_tensors_are_documented():
     inputs = names_in(section("Inputs"))
     lookahead = {field.name for field in signature.INPUTS if field.name.startswith("lookahead_")}
-    # Beside those that are refused, which belong to the same features.
+    # Except rejected tensors, which belong to the same features.
     further = {"mrope_position_deltas", "decoder_input_lengths", "encoder_output_lengths"}
     assert {field.name for field in signature.INPUTS} - inputs == lookahead | further
     assert {field.name for field in signature.OUTPUTS} <= names_in(section("Outputs"))

@@ -23,7 +23,7 @@ from neso.server.errors import InvalidArgument
 
 @pytest.fixture
 def read(tmp_path, checkpoint):
-    """`read(model, parameter=value, ...)`: the settings of a model with these parameters."""
+    """`read(model, parameter=value, ...)` returns the settings of a model with these parameters."""
 
     def settings(model=checkpoint, **options):
         folder = tmp_path / "tensorrt_llm"
@@ -101,7 +101,7 @@ def test_max_queue_size_of_dynamic_batching(read, tmp_path):
     assert settings.engine.scheduler.max_queue_size == 5
 
 
-# A value that is read, for each parameter, and one that is not.
+# A valid and an invalid value for each parameter.
 VALUES = {
     "gpt_model_type": ("inflight_fused_batching", "V2"),
     "batch_scheduler_policy": ("max_utilization", "static_batch"),
@@ -223,7 +223,7 @@ async def test_invalid_value_makes_the_model_unavailable(serve_model):
     )
 
 
-# -- where the model is -------------------------------------------------------------------------------------------
+# -- model location ----------------------------------------------------------------------------------------------
 
 
 async def test_engine_directory(serve_model, checkpoint, tmp_path, greedy):
@@ -242,7 +242,7 @@ async def test_a_gguf_file(serve_model, checkpoint, tmp_path, greedy):
 
 @pytest.mark.parametrize("place", ["1/inside", "inside"])
 async def test_path_relative_to_the_model(serve_model, checkpoint, place, greedy):
-    """Relative to the version's directory, or to the model's."""
+    """Relative to the version folder or the model folder."""
     served = await serve_model("inside", files={place: checkpoint})
     assert await served.tokens() == greedy()
 
@@ -253,7 +253,7 @@ async def test_model_in_the_version_directory(serve_model, checkpoint, path, gre
     assert await served.tokens() == greedy()
 
 
-def test_a_shipped_model(read):
+def test_a_bundled_model(read):
     from neso.models import SHIPPED_MODELS
 
     assert read("neso-pilot").engine.model == str(SHIPPED_MODELS["neso-pilot"])
@@ -288,7 +288,7 @@ def test_a_directory_without_a_model(read, tmp_path):
 
 @pytest.fixture
 def bare_checkpoint(checkpoint, tmp_path) -> Path:
-    """The weights alone."""
+    """The checkpoint without its tokenizer."""
     directory = tmp_path / "bare"
     directory.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -320,7 +320,7 @@ def test_generation_config_path_is_resolved(read, tmp_path):
     assert engine.override_generation_config == {"top_k": 5}
 
 
-# -- the template's own way to write it ---------------------------------------------------------------------------
+# -- template format -------------------------------------------------------------------------------------------------
 
 OLD_TEMPLATE = """
 name: "tensorrt_llm"

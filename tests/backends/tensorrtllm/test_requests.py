@@ -26,7 +26,7 @@ LENGTH = 8
 
 
 def row(value, dtype=np.int32):
-    """A tensor of one row with one element."""
+    """Return a tensor of one row with one element."""
     return np.array([[value]], dtype)
 
 
@@ -39,7 +39,7 @@ def text(value: str):
 
 @pytest.fixture(scope="module")
 def adapter(checkpoint, tmp_path_factory):
-    """An adapter's tensors as a client sends them, [1, rows, width] and [1, rows, 3], and peft's own tokens."""
+    """Return an adapter's tensors as a client sends them, [1, rows, width] and [1, rows, 3], and peft's tokens."""
     path = write_adapter(checkpoint, tmp_path_factory.mktemp("adapter") / "one", seed=1)
     tensors = as_tensors(path)
     weights = np.frombuffer(tensors.weights, np.float32).reshape(1, -1, tensors.width)
@@ -47,7 +47,7 @@ def adapter(checkpoint, tmp_path_factory):
 
 
 def float32_weights(config: str) -> str:
-    """The configuration for adapters in single precision: half of it would change tokens here."""
+    """The configuration for adapters in float32: half precision would change tokens here."""
     parsed = text_format.Parse(config, pb.ModelConfig())
     (tensor,) = (tensor for tensor in parsed.input if tensor.name == "lora_weights")
     tensor.data_type = pb.TYPE_FP32
@@ -82,11 +82,11 @@ async def test_prefetched_adapters(serve_model, adapter, tmp_path):
     assert "'lora_prefetch_dir' of model 'tensorrt_llm' is 'nowhere', expected a directory" in missing.reason
 
 
-# -- vectors, guesses, grammars -------------------------------------------------------------------------------------
+# -- prompt tables, draft tokens, grammars --------------------------------------------------------------------------
 
 
 async def test_prompt_embedding_table(serve_model, checkpoint):
-    """Ids from the size of the vocabulary on stand for rows of the table, as in P-tuning."""
+    """Ids from the vocabulary size on select rows of the table, as in P-tuning."""
     import torch
 
     served = await serve_model()
@@ -167,7 +167,7 @@ async def test_unknown_guide_type_is_rejected(serve_model):
         await served.tokens(guided_decoding_guide_type=text("regex"))
 
 
-# -- how tokens are drawn -------------------------------------------------------------------------------------------
+# -- sampling --------------------------------------------------------------------------------------------------------
 
 
 async def test_greedy_decoding_without_top_k_and_top_p(serve_model, greedy):
@@ -217,12 +217,12 @@ async def test_both_names_of_min_tokens(serve_model, greedy):
     for name in ("min_length", "min_tokens"):
         tokens = await served.tokens(end_id=row(end), **{name: row(4)})
         assert tokens == greedy(min_tokens=4, stop_token_ids=(end,))[: len(tokens)] and len(tokens) >= 4
-    # One token comes in any case.
+    # At least one token is generated.
     assert len(await served.tokens(end_id=row(end))) >= 1
 
 
 async def test_decoder_start_token_is_ignored(serve_model, greedy):
-    """What TensorRT-LLM's preprocessing sends to every model."""
+    """TensorRT-LLM's preprocessing sends it to every model."""
     served = await serve_model()
     none = np.zeros((1, 2, 0), np.int32)
     filler = {"decoder_input_ids": row(2), "decoder_input_lengths": row(1), "stop_words_list": none}
@@ -233,7 +233,7 @@ async def test_decoder_start_token_is_ignored(serve_model, greedy):
     assert await served.tokens(**filler, **padded) == greedy()
 
 
-# -- around requests ------------------------------------------------------------------------------------------------
+# -- request lifecycle ------------------------------------------------------------------------------------------------
 
 
 async def test_beams_of_different_lengths_are_padded(serve_model, greedy):
@@ -295,7 +295,7 @@ async def test_stop_before_the_request_starts(serve_model):
         "request_output_len": row(400),
     }
     running = asyncio.ensure_future(served.responses(inputs, id="7"))
-    await asyncio.sleep(0)  # it is submitted, its task has not begun
+    await asyncio.sleep(0)  # submitted, but its task has not started
     assert await served.responses(inputs | {"stop": row(True, np.bool_)}, id="7") == [{}]
     (response,) = await running
     assert response["output_ids"].tolist() == [[PROMPT]]
@@ -354,7 +354,7 @@ async def test_cancellation_before_the_request_starts(serve_model):
 
 
 async def test_text_interface_of_the_model(serve_model, checkpoint, greedy):
-    """Other front ends see a language model."""
+    """Other front ends get a language model."""
     from neso.generation import GenerationRequest, SamplingParams
 
     served = await serve_model()
@@ -367,7 +367,7 @@ async def test_text_interface_of_the_model(serve_model, checkpoint, greedy):
 
 
 async def test_high_priority_blocks_are_retained(serve_model):
-    """A cache of 8 blocks of 16 tokens: what follows would push the first prompt out."""
+    """A cache of 8 blocks of 16 tokens: later prompts would evict the first one."""
     served = await serve_model(num_blocks=8, max_num_seqs=1)
 
     async def reused(first: int, **further) -> int:

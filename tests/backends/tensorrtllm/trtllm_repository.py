@@ -28,9 +28,9 @@ def write_model(
     change: Callable[[str], str] = str,
     **parameters: object,
 ) -> Path:
-    """Write a model's folder into `root` and return it. `listed`: config.pbtxt lists all inputs and outputs.
+    """Write a model folder into `root` and return it. `listed`: config.pbtxt lists all inputs and outputs.
 
-    `files`: directories that are copied into it, by their place there. `change`: of config.pbtxt.
+    `files`: directories that are copied into it, by target path. `change`: of config.pbtxt.
     """
     folder = root / name
     (folder / "1").mkdir(parents=True)

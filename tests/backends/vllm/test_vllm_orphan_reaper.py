@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-# A server with an engine, which is another process in a session of its own.
+# A server with an engine, which is a process in a separate session.
 SERVER = """
 import subprocess, sys, time
 from neso.backends.vllm.orphan_reaper import OrphanReaper

@@ -204,7 +204,11 @@ def test_adapter_registry_and_error_messages():
     with pytest.raises(UnknownAdapter) as caught:
         adapters.find("charizard")
     assert str(caught.value) == "LoRA charizard is not supported, we currently support ['doll', 'sheep']"
-    assert adapters.put("doll", "/c") == ("doll", 3, "/c")  # another number: vLLM goes by that
+    assert adapters.put("doll", "/c") == (
+        "doll",
+        3,
+        "/c",
+    )  # a different id, by which vLLM identifies adapters
     with pytest.raises(UnknownAdapter, match=r"^LoRA feature is not enabled\.$"):
         Adapters(lambda *fields: fields, {"doll": "/a"}, enabled=False).find("doll")
 

@@ -169,7 +169,7 @@ def test_metrics_follow_the_steps():
     assert (value("request_params_n_sum"), value("request_params_best_of_sum")) == (2, 2)
     assert (value("e2e_request_latency_seconds_sum"), value("request_generation_tokens_sum")) == (2, 4)
     assert value("request_time_per_output_token_seconds_sum") == 0.5
-    in_flight[0] = 0  # the last was aborted, of which vLLM does not tell
+    in_flight[0] = 0  # the last was aborted, which vLLM does not report
     assert value("num_requests_running") == value("kv_cache_usage_perc") == 0
     metrics.close()
     assert value("num_requests_running") is None

@@ -124,7 +124,7 @@ def test_a_waiting_beam_computes_all_but_its_last_token():
     assert {1, 2} <= seen
 
 
-def test_a_group_with_nan_logits_fails_alone(monkeypatch):
+def test_nan_logits_fail_only_their_group(monkeypatch):
     core = make_beam_core()
     core.add(make_request("bad", [1], 8, beam_width=3))
     core.add(make_request("good", [2], 8, beam_width=3))
@@ -182,7 +182,7 @@ def test_fewer_allowed_tokens_than_beams():
     assert all(o.finish_reason for o in found)
 
 
-def test_a_group_too_large_for_the_cache_is_refused():
+def test_a_group_too_large_for_the_cache_is_rejected():
     core = make_beam_core(num_blocks=10)
     assert core.add(make_request("fits", [1] * 8, 8, beam_width=4)) == []
     (output,) = core.add(make_request("does not", [1] * 8, 12, beam_width=4))

@@ -15,7 +15,7 @@ def fill(core, count=6, prompt=8, max_tokens=20):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_guaranteed_no_evict_never_preempts_where_max_utilization_does(overlap):
+def test_guaranteed_no_evict_never_preempts(overlap):
     preemptions = {}
     for policy in ("max_utilization", "guaranteed_no_evict"):
         core = make_core(16, overlap, batch_scheduler_policy=policy)
@@ -47,7 +47,7 @@ def test_shared_prefixes_are_reserved_once():
     assert core.scheduler.num_preemptions == 0
 
 
-def test_n_sequences_that_do_not_fit_together_run_alone():
+def test_n_sequences_run_alone_if_they_do_not_fit_together():
     core = make_core(9, batch_scheduler_policy="guaranteed_no_evict")
     core.add(make_request("many", list(range(9)), max_tokens=20, n=4))
     core.add(make_request("other", [1, 2], max_tokens=4))
@@ -112,6 +112,6 @@ def test_blocks_outside_the_window_are_freed_at_once():
         ({"priority_ageing_seconds": -1}, "priority_ageing_seconds"),
     ],
 )
-def test_bad_limits_are_refused(options, message):
+def test_invalid_limits_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         SchedulerConfig(**options)

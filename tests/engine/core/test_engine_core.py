@@ -32,7 +32,7 @@ def test_any_schedule_gives_the_same_tokens(prompts, max_tokens, num_blocks, chu
     core = make_core(num_blocks, overlap, max_prefill_chunk=chunk, enable_prefix_caching=caching)
     rng = random.Random(seed)
     tokens: dict[str, list[int]] = {}
-    # A penalty of 0 disables overlapping steps while its request runs.
+    # A logit bias of 0 changes no token, but it disables overlapping steps while its request runs.
     options = [{"logit_bias": {0: 0.0}} if rng.random() < 0.2 else {} for _ in prompts]
     late = [make_request(str(i), p, max_tokens, **options[i]) for i, p in enumerate(prompts)]
     while late or core.has_work:

@@ -1,4 +1,4 @@
-"""Grammars that are bad, huge or endless beside good requests: they fail alone, and the engine goes on."""
+"""Invalid, huge and endless grammars among valid requests: only their own requests fail, and the engine continues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHOICE = SamplingParams(temperature=1.0, guided_decoding=GuidedDecoding(choice=(
 
 
 def chain(length: int) -> dict[str, Any]:
-    """Definitions each of which needs the next: compiling them overflows the stack."""
+    """Return definitions that each need the next one: compiling them overflows the stack."""
     inner = {
         f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)
     }
@@ -82,12 +82,12 @@ def llm(llama_checkpoint: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def patient(llama_checkpoint: Path) -> LLM:
-    """For grammars that are quick to compile, on any machine."""
+    """An engine with a long grammar timeout, for grammars that compile in time on any machine."""
     return LLM(llama_checkpoint, num_threads=1, grammar_timeout=60)
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_fails_its_request_only(llm: LLM, name: str) -> None:
+def test_a_bomb_fails_only_its_request(llm: LLM, name: str) -> None:
     expected = llm.generate("The quick", FREE, progress=False)[0].text
     stream = llm.stream(
         "The quick", SamplingParams(max_tokens=50, guided_decoding=GuidedDecoding(**BOMBS[name]))
@@ -106,15 +106,15 @@ def test_a_bomb_fails_its_request_only(llm: LLM, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_only_looks_like_a_bomb(patient: LLM, name: str) -> None:
+def test_large_but_harmless_grammars_are_accepted(patient: LLM, name: str) -> None:
     params = SamplingParams(max_tokens=60, seed=1, guided_decoding=GuidedDecoding(**HARMLESS[name]))
     outputs = list(patient.stream("The quick", params))
     assert outputs[-1].finished
     patient.core.check_integrity()
 
 
-def test_a_grammar_that_becomes_too_complex(patient: LLM) -> None:
-    """What a trial does not find ends the sequence when the library's limits are met."""
+def test_a_grammar_that_exceeds_the_limits_during_generation(patient: LLM) -> None:
+    """A grammar that passes the check ends its sequence when it exceeds the library's limits."""
     params = SamplingParams(
         max_tokens=400, seed=1, guided_decoding=GuidedDecoding(regex="([a-z]{1,1000}){1,1000}")
     )
@@ -127,12 +127,12 @@ def test_a_grammar_that_becomes_too_complex(patient: LLM) -> None:
     assert not patient.core.has_work
 
 
-def test_a_bomb_is_remembered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_grammars_are_cached(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(guided_decoding=GuidedDecoding(**BOMBS["a large multiple"]))
     for _ in range(2):
         with pytest.raises(InvalidParameter, match="too complex"):
             llm.generate("The quick", params, progress=False)
-        monkeypatch.setattr(GrammarSandbox, "check", None)  # is not tried again
+        monkeypatch.setattr(GrammarSandbox, "check", None)  # is not checked again
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ async def text_of(engine: AsyncEngine, params: SamplingParams) -> str:
         return "".join([delta.text async for output in outputs for delta in output.deltas])
 
 
-async def test_chaos_in_a_process_of_its_own(engine: AsyncEngine) -> None:
-    """Bombs, bad grammars, clients that leave, and good requests, all at once."""
+async def test_mixed_requests_in_an_engine_process(engine: AsyncEngine) -> None:
+    """Concurrent bombs, invalid grammars, aborted requests and valid requests."""
     free = await text_of(engine, FREE)
     bombs = [SamplingParams(guided_decoding=GuidedDecoding(**BOMBS[n])) for n in list(BOMBS)[:6]]
     bad = [SamplingParams(guided_decoding=GuidedDecoding(regex=f"a({i}")) for i in range(6)]
@@ -162,7 +162,7 @@ async def test_chaos_in_a_process_of_its_own(engine: AsyncEngine) -> None:
     results = await asyncio.gather(*tasks, return_exceptions=True)
     for result in await asyncio.gather(
         *leaving, return_exceptions=True
-    ):  # some may be refused before they leave
+    ):  # some may be rejected before they are cancelled
         assert isinstance(result, asyncio.CancelledError | InvalidParameter)
     assert all(isinstance(result, InvalidParameter) for result in results[: len(bombs) + len(bad)])
     for params, result in zip(good, results[len(bombs) + len(bad) :], strict=True):
@@ -184,7 +184,7 @@ async def test_abort_while_compiling(engine: AsyncEngine) -> None:
     assert await text_of(engine, CHOICE) in ("yes", "no")
 
 
-async def test_large_numbers_cross_to_the_engine(engine: AsyncEngine) -> None:
+async def test_large_integers_are_sent_to_the_engine(engine: AsyncEngine) -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"const": 10**30}},
@@ -195,10 +195,10 @@ async def test_large_numbers_cross_to_the_engine(engine: AsyncEngine) -> None:
     assert json.loads(await text_of(engine, params))
 
 
-def test_what_grammars_need_can_be_loaded_with_the_model(
+def test_prepare_grammars_loads_the_token_table(
     llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(llama_checkpoint, runner="reference", prepare_grammars=True)
-    monkeypatch.setattr(TokenTable, "of", None)  # nor is it loaded again
+    monkeypatch.setattr(TokenTable, "of", None)  # it is not loaded again
     assert llm.generate("The quick", CHOICE, progress=False)[0].text in ("yes", "no")
     assert not llm.core.has_work

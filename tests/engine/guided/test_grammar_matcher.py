@@ -1,4 +1,4 @@
-"""Masks, token by token, against what the bytes of every token say; all kinds of tokenizers."""
+"""Token masks compared with the bytes of every token, for all kinds of tokenizers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from neso.engine.text.tokenizer_files import SpecialTokens
 from neso.generation import GuidedDecoding
 
 CHOICES = ("hello world", "hello, Wörld", "日本語", "the quick", "the quiet", "the", " leading", "👍🏽 x\ny")
-PADDING = 37  # rows of logits without a token
+PADDING = 37  # rows of logits that have no token
 
 
 def make_tokenizer(backend: Backend) -> Tokenizer:
@@ -55,8 +55,8 @@ def gguf_tokenizer(tmp_path: Path, backend: Backend, **options: object) -> Token
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama", "metaspace", "gguf_byte_level", "gguf_llama"])
-def test_masks_are_those_of_the_bytes(name: str, tmp_path: Path) -> None:
-    """Of each token, at every place of random walks: whether its bytes go on with one of the choices."""
+def test_masks_match_the_bytes(name: str, tmp_path: Path) -> None:
+    """At each position of random walks, a token is allowed iff its bytes continue one of the choices."""
     makers: dict[str, Callable[[], Tokenizer]] = {
         "gguf_byte_level": lambda: gguf_tokenizer(tmp_path, byte_level_backend(), roles={"bos": 0, "eos": 1}),
         "gguf_llama": lambda: gguf_tokenizer(tmp_path, llama_backend(), roles={"unk": 0, "bos": 1, "eos": 2}),
@@ -65,7 +65,7 @@ def test_masks_are_those_of_the_bytes(name: str, tmp_path: Path) -> None:
     vocab_size = tokenizer.vocab_size + PADDING
     pieces = [tokenizer.token_bytes(i) or b"" for i in range(vocab_size)]
     special = tokenizer.special_ids
-    # What has no token for each character, or its bytes, leads to places where nothing can follow.
+    # Without a token for each character or byte, some positions have no continuation.
     single = {piece for i, piece in enumerate(pieces) if i not in special}
     choices = [c for c in CHOICES if all(x.encode() in single or byte_by_byte(x, single) for x in c)]
     assert choices
@@ -100,7 +100,7 @@ def byte_by_byte(character: str, pieces: set[bytes]) -> bool:
     return all(bytes([byte]) in pieces for byte in character.encode())
 
 
-def test_the_bytes_are_those_that_the_detokenizer_writes() -> None:
+def test_token_bytes_equal_the_detokenizer() -> None:
     for backend in (byte_level_backend(), llama_backend()):
         tokenizer = make_tokenizer(backend)
         table = TokenTable.of(tokenizer, tokenizer.vocab_size)
@@ -110,7 +110,7 @@ def test_the_bytes_are_those_that_the_detokenizer_writes() -> None:
         assert b"".join(table.pieces[i] for i in ids).decode() == written
 
 
-def test_a_model_with_fewer_rows_than_tokens() -> None:
+def test_a_model_with_fewer_logits_than_tokens() -> None:
     tokenizer = make_tokenizer(byte_level_backend())
     grammar = compile_grammar(tokenizer, 300, regex="[a-z ]+")
     assert allowed(grammar.start((1,)), 300) <= set(range(300))
@@ -129,7 +129,7 @@ def test_rollback_and_masks_along_a_draft(tokenizer: Tokenizer) -> None:
     before = allowed(matcher, vocab_size)
     assert matcher.count_valid(draft) == len(draft)
     masks = np.zeros((len(draft) + 3, matcher.mask_width), np.int32)
-    # The last token makes the text complete: no mask comes after it.
+    # The last token completes the text: no mask follows.
     assert matcher.fill_after(draft, masks, 1) == len(draft)
     assert allowed(matcher, vocab_size) == before, "the draft is not taken"
     for i, token in enumerate(draft):
@@ -142,7 +142,7 @@ def test_rollback_and_masks_along_a_draft(tokenizer: Tokenizer) -> None:
     assert not masks[0].any() and not masks[-1].any()
 
 
-def test_a_draft_that_stops_to_fit(tokenizer: Tokenizer) -> None:
+def test_a_draft_that_leaves_the_grammar(tokenizer: Tokenizer) -> None:
     grammar = compile_grammar(tokenizer, tokenizer.vocab_size, regex="[a-z]+( [0-9]+)?")
     matcher = grammar.start((1,))
     good = tokenizer.encode("hello", add_special_tokens=False)
@@ -155,7 +155,7 @@ def test_a_draft_that_stops_to_fit(tokenizer: Tokenizer) -> None:
     assert matcher.fill_after([], masks, 0) == 1
 
 
-def test_a_token_that_does_not_fit_is_an_error(tokenizer: Tokenizer) -> None:
+def test_a_disallowed_token_is_an_error(tokenizer: Tokenizer) -> None:
     matcher = compile_grammar(tokenizer, tokenizer.vocab_size, choice=("yes", "no")).start((1,))
     (wrong,) = tokenizer.encode("q", add_special_tokens=False)
     with pytest.raises(MatcherError, match="does not fit"):
@@ -164,7 +164,7 @@ def test_a_token_that_does_not_fit_is_an_error(tokenizer: Tokenizer) -> None:
         matcher.fill(np.zeros((1, matcher.mask_width), np.int32), 0)
 
 
-def test_sequences_of_one_grammar_are_apart(tokenizer: Tokenizer) -> None:
+def test_sequences_with_the_same_grammar_are_independent(tokenizer: Tokenizer) -> None:
     grammar = compile_grammar(tokenizer, tokenizer.vocab_size, choice=("yes", "no"))
     first, second = grammar.start((1,)), grammar.start((1,))
     first.advance(tokenizer.encode("y", add_special_tokens=False)[0])
@@ -177,12 +177,12 @@ def test_special_tokens_by_name(tokenizer: Tokenizer) -> None:
     matcher = compile_grammar(tokenizer, vocab_size, grammar='start: "a" <|eot|> "b"').start((1,))
     matcher.advance(tokenizer.encode("a", add_special_tokens=False)[0])
     assert allowed(matcher, vocab_size) == {eot}
-    # As text the name is not the token.
+    # The name as plain text is not the token.
     matcher = compile_grammar(tokenizer, vocab_size, choice=("<|eot|>",)).start((1,))
     assert eot not in allowed(matcher, vocab_size) and allowed(matcher, vocab_size)
 
 
-def test_forced_text_costs_nothing(tokenizer: Tokenizer) -> None:
+def test_forced_text_is_not_precomputed(tokenizer: Tokenizer) -> None:
     grammar = compile_grammar(tokenizer, tokenizer.vocab_size, regex="(a{1000}){1000}")
     assert isinstance(grammar.matcher, LLMatcher)
     assert allowed(grammar.start(()), tokenizer.vocab_size)

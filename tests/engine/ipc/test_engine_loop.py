@@ -65,7 +65,7 @@ def assert_serves(socket, name="good"):
 
 
 @pytest.mark.parametrize("method", ["add", "abort"])
-def test_a_failed_command_is_answered_and_others_run(loop, monkeypatch, method):
+def test_a_failed_command_is_reported_and_others_run(loop, monkeypatch, method):
     core, socket = loop
     working = getattr(core, method)
 
@@ -84,7 +84,7 @@ def test_a_failed_command_is_answered_and_others_run(loop, monkeypatch, method):
         ]
 
 
-def test_an_invalid_command_is_answered(loop):
+def test_an_invalid_command_is_reported(loop):
     _, socket = loop
     bad = msgspec.structs.replace(make_request("bad", [3]), priority=0.5)
     load = LoadLora(7, LoraRequest(name="x", path="y"))

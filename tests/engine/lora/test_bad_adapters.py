@@ -101,7 +101,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_adapters_fail_only_their_request(llm, adapters, copy_of, name):
+def test_invalid_adapters_fail_only_their_request(llm, adapters, copy_of, name):
     directory = copy_of(adapters[0])
     breaks, message = BROKEN[name]
     breaks(directory)

@@ -21,8 +21,8 @@ DTYPES: dict[Kind, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtyp
 SHAPES = [(48, 48), (37, 80), (400, 96), (130, 1024)]  # outputs, inputs: whole panels and groups, and not
 ROWS = [1, 2, 4, 5, 7, 13, 16, 17, 33, 64, 65, 130]  # around every threshold of the kernels
 
-# Of the L2 norm of the result. Inputs are rounded to 8 bits of mantissa beside bfloat16 weights, to 16 or 8 bits
-# beside quantized ones (or, many rows, these are rounded to bfloat16).
+# Relative to the L2 norm of the result. Inputs are rounded to 8 bits of mantissa with bfloat16 weights, to 16 or 8
+# bits with quantized weights (with many rows, the weights are rounded to bfloat16 instead).
 TOLERANCE = {"f32": 2e-6, "f16": 2e-6, "bf16": 4e-3, "int8": 5e-3, "int4": 5e-3, "dynamic": 1.5e-2}
 
 
@@ -244,7 +244,7 @@ def test_quantization_error_is_below_plain_rounding(dtype: Any, scheme: Any) -> 
     assert relative_error(found, exact) < {8: 8e-3, 4: 9e-2}[scheme.bits]
 
 
-def test_bad_arguments_are_named() -> None:
+def test_invalid_arguments_are_named_in_errors() -> None:
     data = np.zeros(_native.packed_bytes("int8", 16, 64), np.uint8)
     scales = np.zeros(32, np.uint16)
     with pytest.raises(ValueError, match="unknown weight kind 'int2'"):

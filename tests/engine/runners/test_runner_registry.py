@@ -15,7 +15,7 @@ def test_unknown_names() -> None:
         runner_class("gpu")
 
 
-def test_auto_takes_the_first_importable_runner(
+def test_auto_selects_the_first_importable_runner(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     missing = {"absent": ("neso.engine.runners.absent", "Absent")}

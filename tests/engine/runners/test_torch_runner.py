@@ -133,8 +133,8 @@ def test_bfloat16_weights_compute_in_bfloat16(checkpoint_factory: Factory) -> No
 
 
 # A weight of e4m3 has 4 bits, so it errs by 2^-4 of itself at most and, over all mantissas, by about 2.6% in the mean
-# square; so does a product with random inputs. The few weights below 2^-6 of 448 scales err by less than 1e-5 of the
-# largest. Scales in bfloat16 add 0.2%, a row of few products scatters.
+# square; so does a product with random inputs. The few subnormal weights err by less than 1e-5 of the
+# largest. Scales in bfloat16 add 0.2%; short rows vary more.
 OF_FLOAT8 = 0.036
 
 
@@ -162,7 +162,7 @@ def test_product_with_stored_codes_equals_dequantized() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_float8_logits_are_close(checkpoint_factory: Factory, name: str) -> None:
-    # Weights as small as those of real models: the residual stream leads, and softmax is not sharp.
+    # Weights as small as those of real models: the residual stream dominates, and softmax is not sharp.
     directory = checkpoint_factory(name, initializer_range=0.05)
     dense, tokens = load_torch(directory, dtype="float32"), random_tokens(40)
     quantized = load_torch(directory, dtype="float32", quantization="fp8")
@@ -170,7 +170,7 @@ def test_float8_logits_are_close(checkpoint_factory: Factory, name: str) -> None
     assert isinstance(quantized._decoder.weights.lm_head, DenseLinear)
     assert not any(isinstance(linear, Float8Linear) for linear in linears(dense))
     error = relative_error(logits_of(quantized, tokens), logits_of(dense, tokens))
-    # Twelve products err independently of each other, none by more than the whole stream.
+    # The errors of twelve products are independent, none larger than the residual stream.
     assert 1e-3 < error < OF_FLOAT8 * 12**0.5
 
 

@@ -23,12 +23,13 @@ from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.generation import SamplingParams
 
-# Families and how they differ from Llama. All but one have specs, which are not used here.
+# Families and their differences from Llama. All but Nemotron have specs, which are not used here.
 FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5},  # LayerNorm with bias, partial rotation
     "olmo2": {},  # norms after attention and MLP
     "cohere": {"logit_scale": 0.5},  # parallel attention and MLP
     "gpt_bigcode": {"n_positions": 512, "n_embd": 48, "n_layer": 3, "n_head": 4, "multi_query": True},
+    "nemotron": {},  # no spec: LayerNorm with weights from 1, squared ReLU
     "starcoder2": {"sliding_window": 9},  # biases, a window
     "gemma2": {
         "head_dim": 16,
@@ -93,7 +94,7 @@ def test_engine_tokens_equal_transformers(directory: Path) -> None:
 
 
 def test_auto_selects_it_for_a_model_without_a_spec(tmp_path: Path) -> None:
-    directory = make_model(tmp_path, "gpt_bigcode")
+    directory = make_model(tmp_path, "nemotron")
     _, info = load_engine(EngineConfig.from_options(str(directory), {"num_blocks": 8}))
     assert info.runner == "TransformersRunner"
 

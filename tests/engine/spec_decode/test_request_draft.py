@@ -35,13 +35,13 @@ def test_distributions_are_computed_per_row(monkeypatch):
     assert len(made) == 1
 
 
-def test_long_drafts_are_refused():
+def test_long_drafts_are_rejected():
     assert checked_draft(request_of(DraftTokens([1] * MAX_DRAFT_TOKENS)), VOCAB) is not None
     with pytest.raises(InvalidParameter, match="draft_input_ids: are 129 tokens, at most 128"):
         checked_draft(request_of(DraftTokens([1] * (MAX_DRAFT_TOKENS + 1))), VOCAB)
 
 
 @pytest.mark.parametrize("sampling", [{"n": 2}, {"best_of": 3}, {"beam_width": 2}])
-def test_several_sequences_are_refused(sampling):
+def test_several_sequences_are_rejected(sampling):
     with pytest.raises(InvalidParameter, match="draft_input_ids"):
         checked_draft(request_of(DraftTokens([1]), **sampling), VOCAB)

@@ -132,8 +132,8 @@ def test_mistral_window(fields: dict[str, Any], window: int | None) -> None:
 
 
 def test_unknown_architecture_names_the_supported_ones() -> None:
-    with pytest.raises(UnsupportedModel, match="GPTBigCodeForCausalLM") as caught:
-        decoder_spec({**OLD_LLAMA, "architectures": ["GPTBigCodeForCausalLM"]})
+    with pytest.raises(UnsupportedModel, match="GPTJForCausalLM") as caught:
+        decoder_spec({**OLD_LLAMA, "architectures": ["GPTJForCausalLM"]})
     for architecture in ARCHITECTURES:
         assert architecture in str(caught.value)
 
@@ -164,7 +164,7 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 @pytest.mark.parametrize("config", [OLD_LLAMA, OLD_MISTRAL, OLD_QWEN2, OLD_QWEN3])
 @pytest.mark.parametrize("field", REQUIRED)
 @pytest.mark.parametrize("value", ["absent", None, 0, -1, 1.5, "8", True, [8], {}])
-def test_broken_sizes(config: dict[str, Any], field: str, value: Any) -> None:
+def test_invalid_sizes(config: dict[str, Any], field: str, value: Any) -> None:
     broken = without(config, field) if value == "absent" else {**config, field: value}
     with pytest.raises(InvalidConfig, match=field):
         decoder_spec(broken)
@@ -204,7 +204,7 @@ def test_broken_sizes(config: dict[str, Any], field: str, value: Any) -> None:
         ({**OLD_QWEN2, "layer_types": ["sliding_attention"] * 4}, "layer_types"),
     ],
 )
-def test_broken_fields(config: dict[str, Any], field: str) -> None:
+def test_invalid_fields(config: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidConfig, match=field):
         decoder_spec(config)
 

@@ -226,7 +226,7 @@ def test_deeply_nested_messages() -> None:
         render(chat_templates.CHATML, [{"role": "user", "content": "x", "extra": nested}])
 
 
-def test_broken_template() -> None:
+def test_invalid_template() -> None:
     with pytest.raises(InvalidParameter, match="broken in line 2"):
         render("a\n{% if %}", [USER])
 

@@ -166,7 +166,7 @@ def test_wordpiece_continuation_keeps_its_space() -> None:
     assert "".join(stream(detokenizer, token_ids[split:])) == " world"
 
 
-def test_a_character_that_starts_in_the_prompt_is_whole() -> None:
+def test_a_character_that_starts_in_the_prompt_is_complete() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     token_ids = [tokenizer.backend.token_to_id(c) for c in "ðŁİ±"]  # the bytes of one emoji
     assert "".join(stream(tokenizer.detokenizer(prompt_token_ids=token_ids[:2]), token_ids[2:])) == "🎱"

@@ -119,7 +119,7 @@ def test_byte_level_families(tmp_path: Path, pre: str) -> None:
         ("smollm", "HelloWorld 123", ["HelloWorld", "Ġ", "1", "2", "3"]),
     ],
 )
-def test_words(tmp_path: Path, pre: str, text: str, words: list[str]) -> None:
+def test_pre_tokenization(tmp_path: Path, pre: str, text: str, words: list[str]) -> None:
     tokenizer = Tokenizer.from_gguf(write(tmp_path, byte_level_backend(), pre=pre))
     splits = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
     assert [word for word, _ in splits] == words

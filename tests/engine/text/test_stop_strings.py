@@ -88,7 +88,7 @@ def test_a_stop_string_inside_a_longer_one_matches_first() -> None:
     assert checker.flush() == ""
 
 
-def test_the_longer_of_two_that_end_together_matches() -> None:
+def test_the_longer_of_two_stop_strings_with_the_same_end_matches() -> None:
     assert StopChecker(("b", "ab")).add("xab!") == ("x", "ab")
 
 

@@ -64,7 +64,7 @@ def test_llama_equals_auto_tokenizer(tmp_path: Path, in_file: bool, flags: dict[
     assert_same_tokens(write_directory(tmp_path, backend, tokenizer_config=config))
 
 
-def test_older_llama_files(tmp_path: Path) -> None:
+def test_legacy_llama_files(tmp_path: Path) -> None:
     """transformers 5 replaces their normalizer by a pre-tokenizer, which differs for a space at the start.
 
     SentencePiece, with which these models were trained, gives two "▁" there, as tokenizer.json does.

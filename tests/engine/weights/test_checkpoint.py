@@ -81,7 +81,7 @@ def test_integer_weights_are_rejected(single: Path) -> None:
         ("model.safetensors", b"", "model.safetensors: 0 bytes"),
     ],
 )
-def test_broken_files(single: Path, file: str, content: bytes | None, defect: str) -> None:
+def test_invalid_files(single: Path, file: str, content: bytes | None, defect: str) -> None:
     if content is None:
         (single / file).unlink()
     else:
@@ -109,7 +109,7 @@ def test_shards_outside_the_directory_are_rejected(sharded: Path, shard: Any) ->
         Checkpoint(sharded)
 
 
-def test_index_names_a_tensor_that_no_shard_has(sharded: Path) -> None:
+def test_index_with_a_tensor_missing_in_all_shards(sharded: Path) -> None:
     edit_index(
         sharded,
         lambda index: index["weight_map"].update({"phantom": index["weight_map"]["model.norm.weight"]}),

@@ -36,7 +36,7 @@ def entry(name: bytes, *dimensions: int, kind: int = 0, offset: int = 0) -> byte
 def whole(
     *parts: bytes, version: int = 3, tensors: int = 0, pairs: int = 0, data: bytes = b"", alignment: int = 32
 ) -> bytes:
-    """A hand-made file, for content that the package's writer refuses."""
+    """Return a handwritten file, for content that the package's writer rejects."""
     header = b"GGUF" + struct.pack("<IQQ", version, tensors, pairs) + b"".join(parts)
     return header + b"\0" * (-len(header) % alignment) + data
 
@@ -195,7 +195,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_files(tmp_path: Path, case: str) -> None:
+def test_invalid_files(tmp_path: Path, case: str) -> None:
     content, defect = BROKEN[case]
     with pytest.raises(CheckpointError, match=rf"file\.gguf: .*{defect}"):
         open_bytes(tmp_path, content)

@@ -98,7 +98,7 @@ def test_unaligned_data_is_read(tmp_path: Path) -> None:
         ({"w": ENTRY, "v": {**SECOND, "data_offsets": [26, 30]}}, bytes(30), "'v' leaves a gap"),
     ],
 )
-def test_broken_header(tmp_path: Path, header: Any, data: bytes, defect: str) -> None:
+def test_invalid_header(tmp_path: Path, header: Any, data: bytes, defect: str) -> None:
     path = write(tmp_path / "broken.safetensors", header, data)
     with pytest.raises(CheckpointError, match=defect) as caught:
         SafetensorsFile(path)

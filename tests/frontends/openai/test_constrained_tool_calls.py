@@ -1,4 +1,4 @@
-"""Constrained tool calls on a real engine: whatever the model generates, the parser finds valid calls."""
+"""Constrained tool calls on a real engine: the parser finds valid calls in any output of the model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_forced_calls_are_valid(llm: LLM, name: str) -> None:
     for choice in ("required", named):
         for message, output in generate(llm, format_of(name, choice), "Plan a trip."):
             if output.finish_reason.value == "length":
-                continue  # a model that likes to talk is cut off anywhere
+                continue  # long output may be truncated anywhere
             ended += 1
             assert message.calls and not message.content, output.text
             for function, arguments in message.calls:
@@ -97,7 +97,7 @@ def tokens() -> tuple[Tokenizer, TokenTable, LLTokenizer]:
 
 
 def fits(tokens: tuple[Tokenizer, TokenTable, LLTokenizer], guided: GuidedDecoding | None, text: str) -> bool:
-    """Whether the constraint accepts `text` as the whole output."""
+    """Return whether the constraint accepts `text` as the whole output."""
     assert guided is not None
     tokenizer, table, ll_tokenizer = tokens
     matcher, error = make_matcher(ll_tokenizer, grammar_text(guided, table.special_tokens()))
@@ -108,7 +108,7 @@ def fits(tokens: tuple[Tokenizer, TokenTable, LLTokenizer], guided: GuidedDecodi
     )
 
 
-# By parser: a call of the function now, with the place of its arguments; for tags, of its parameters.
+# By parser: a call of the function "now" with a placeholder for arguments, or parameters for tag formats.
 CALLS = {
     "hermes": '<tool_call>\n{"name": "now", "arguments": @}\n</tool_call>',
     "mistral": '[TOOL_CALLS][{"name": "now", "arguments": @}]',

@@ -1,4 +1,4 @@
-"""A client's disconnect aborts its generations."""
+"""A disconnect of the client aborts its generations."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_disconnect_of_a_slow_reader(app: Starlette, script: ScriptedModel
 async def test_one_task_under_a_server_that_cancels_on_disconnect(
     app: Starlette, script: ScriptedModel
 ) -> None:
-    """Servers with the ASGI extension cancel the task themselves, so that nothing watches for the disconnect."""
+    """Servers with the ASGI extension cancel the task themselves, so no second task watches for the disconnect."""
     body = [b'{"model": "scripted", "prompt": "a"}']
 
     async def receive() -> dict[str, Any]:

@@ -29,7 +29,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def check(answer: Answer, status: int, param: str | None = None, code: str | None = None) -> str:
-    """The message of an error, after checking its status and type."""
+    """Return the message of an error after checking its status and type."""
     assert answer.status == status, answer.body
     assert answer.complete
     assert answer.headers["content-type"] == "application/json"
@@ -282,6 +282,6 @@ async def test_long_text_is_tokenized_in_a_thread(
         return encode(text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(script.text, "encode", noted)
-    monkeypatch.setattr(script, "generate", None)  # nothing but the front end tokenizes
+    monkeypatch.setattr(script, "generate", None)  # only the front end tokenizes
     await client.post(path, {"model": "scripted", **body})
     assert threads and threading.main_thread() not in threads

@@ -22,7 +22,7 @@ PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</too
 
 
 def read_stream(pieces: list[str]) -> ParsedMessage:
-    """The joined events of a stream."""
+    """Return the joined events of a stream."""
     stream = HermesParser().stream()
     events = [event for piece in pieces for event in stream.feed(piece)] + stream.finish()
     message = ParsedMessage("")
@@ -51,7 +51,7 @@ def read_stream(pieces: list[str]) -> ParsedMessage:
         (PARIS + " and then", " and then", [("weather", '{"city": "Paris"}')]),
         ('<tool_call>{"name":"f","arguments":{}}</tool_call>', "", [("f", "{}")]),
         ('<tool_call>{"name":"f","arguments":{}}', "", [("f", "{}")]),  # stopped before the closing tag
-        ('<tool_call>{"name":"f","arguments":{}</tool_call>', "", [("f", "{}")]),  # a brace forgotten
+        ('<tool_call>{"name":"f","arguments":{}</tool_call>', "", [("f", "{}")]),  # missing brace
         ('<tool_call>{"name":"f"}</tool_call>', "", [("f", "{}")]),
         ('<tool_call>{"name":"f","arguments":null}</tool_call>', "", [("f", "{}")]),
         ('<tool_call>{"arguments":{"a":1},"name":"f"}</tool_call>', "", [("f", '{"a": 1}')]),

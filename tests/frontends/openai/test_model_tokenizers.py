@@ -19,7 +19,7 @@ PILOT = SHIPPED_MODELS["neso-pilot"]
 
 
 class FakeModel:
-    """The parts of a `Model` that are used."""
+    """The used attributes of a `Model`."""
 
     def __init__(self, name: str, directory: Path, steps: tuple[str, ...] = (), **parameters: str) -> None:
         self.name, self.directory, self.language_model = name, directory, None

@@ -130,7 +130,7 @@ async def test_disconnect_aborts_generation(openai_client: openai.AsyncOpenAI, s
     async for _ in stream:
         break
     await stream.close()
-    for timeout in (0.3, 1, 10):  # the server may be too slow to hear of one that is given up soon
+    for timeout in (0.3, 1, 10):  # a request that is cancelled too early may not reach a slow server
         with pytest.raises(openai.APITimeoutError):
             await openai_client.chat.completions.create(model="scripted", messages=HI, timeout=timeout)
         if len(script.requests) > 1:

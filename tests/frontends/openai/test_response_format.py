@@ -97,7 +97,7 @@ async def test_forced_calls(
     form = json.loads(asked.structural_tag)["format"]
     assert form["at_least_one"] and form["stop_after_first"] is not many
     for tag, name in zip(form["tags"], names, strict=True):
-        # What the form makes the model write is what the parser reads.
+        # The parser reads text that matches the forced format.
         parsed = HermesParser().parse(tag["begin"] + '{"city": "Paris"}' + tag["end"])
         assert parsed.calls == [(name, '{"city": "Paris"}')] and parsed.content == ""
     schema = {**SCHEMA, "additionalProperties": False}

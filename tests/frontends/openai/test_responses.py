@@ -27,7 +27,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def sent_events(answer: Answer) -> list[dict[str, Any]]:
-    """The events of a stream; checks that each event's name is its type."""
+    """Return the events of a stream; check that each event's name is its type."""
     events = []
     for block in answer.body.decode().split("\n\n")[:-1]:
         name, data = block.split("\n")
@@ -109,7 +109,7 @@ async def test_items_are_converted_to_chat_messages(client: AsgiClient, script: 
     lines = prompt.split("\n")
     assert '"You know the weather."' in lines[0] and '"system"' in lines[0]
     assert '"Be brief."' in lines[1] and '"system"' in lines[1]
-    assert len(lines) == 7  # one turn of the assistant, and where the next begins
+    assert len(lines) == 7  # one assistant turn, and the start of the next
     for part in ('"Hm."', '"I look."', '"c1"', '"c2"'):
         assert part in lines[3]
     assert '"sunny"' in lines[4] and '"tool"' in lines[4]
@@ -247,7 +247,7 @@ async def test_least_recently_used_response_is_evicted(core: Core) -> None:
     app: Starlette = create_app(core, OpenAIOptions(max_stored_responses=2))
     client = AsgiClient(app)
     made = [(await client.post(PATH, body())).json()["id"] for _ in range(2)]
-    await client.get(f"{PATH}/{made[0]}")  # which makes it the one used last
+    await client.get(f"{PATH}/{made[0]}")  # marks it as the most recently used
     made.append((await client.post(PATH, body())).json()["id"])
     assert [(await client.get(f"{PATH}/{name}")).status for name in made] == [200, 404, 200]
 

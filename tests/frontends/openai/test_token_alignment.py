@@ -57,10 +57,10 @@ def offsets(tokens: Sequence[bytes], text: str) -> list[int]:
         ([b"\xe2\x98", b"\x83\xe2", b"\x98\x83"], "☃☃", [0, 0, 1]),
         ([b"<s>", b"The", b"</s>"], "The", [0, 0, 3]),  # special tokens, which are not shown
         ([b"a", b"<tool>", b" b"], "a b", [0, 1, 1]),
-        ([b" The", b" fox"], "The fox", [0, 3]),  # the first space is left out
+        ([b" The", b" fox"], "The fox", [0, 3]),  # the first space is omitted
         ([b"hello", b" there"], "hello th", [0, 5]),  # cut within a token
         ([b"hello", b" there", b" you"], "hello", [0, 5, 5]),
-        ([b"a", b"b"], "a-b", [0, 2]),  # the text has what no token has
+        ([b"a", b"b"], "a-b", [0, 2]),  # the text contains characters that are in no token
     ],
 )
 def test_offsets(tokens: list[bytes], text: str, expected: list[int]) -> None:

@@ -46,7 +46,7 @@ DS_BEGIN, DS_CALL, DS_SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁b
 DS_CALL_END, DS_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 
-# By parser: a message with two calls, as its models write them.
+# By parser: a message with two calls, in the format of its models.
 MESSAGES = {
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bo\\"nn", "days": 3}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
@@ -77,7 +77,7 @@ MESSAGES = {
     '{"name": "now", "arguments": {}}]',
 }
 EXPECTED = [("get_weather", {"city": 'Bo"nn', "days": 3}), ("now", {})]
-ALONE = {"llama3_json", "pythonic"}  # no content in front, without a marker
+ALONE = {"llama3_json", "pythonic"}  # no content before the call, since there is no marker
 NAMES = sorted(MESSAGES)
 
 
@@ -89,7 +89,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 def read_stream(
     parser: ToolParser, pieces: list[str], *, eager: bool = True, limit: int = 10_000
 ) -> ParsedMessage:
-    """The joined events of a stream."""
+    """Return the joined events of a stream."""
     stream = parser.stream(FUNCTIONS, eager=eager, max_call_chars=limit)
     message = ParsedMessage("")
     for event in [event for piece in pieces for event in stream.feed(piece)] + stream.finish():
@@ -150,8 +150,8 @@ def test_names_are_reported_before_arguments_are_complete(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_forced_form_is_parsed(name: str) -> None:
-    """A text in the forced format, with JSON for its schemas."""
+def test_forced_format_is_parsed(name: str) -> None:
+    """A text in the forced format, with JSON that matches its schemas."""
     parser = find_tool_parser(name)
     text = _write(parser.forced_form(FUNCTIONS, many_calls=True))
     assert loaded(parser.parse(text, FUNCTIONS)) == [("get_weather", {"city": "Oslo"}), ("now", {})]
@@ -160,7 +160,7 @@ def test_forced_form_is_parsed(name: str) -> None:
 
 
 def _write(form: dict[str, Any]) -> str:
-    """A shortest text in a format; with both functions if it repeats."""
+    """Return a shortest text in a format; with both functions if the format allows several."""
     kind = form["type"]
     if kind == "const_string":
         return form["value"]
@@ -271,7 +271,7 @@ def test_repeated_markers_take_linear_time(name: str) -> None:
     began = time.process_time()
     assert not parser.parse(text, FUNCTIONS).calls
     read_stream(parser, cut(text, list(range(0, len(text), 97))))
-    assert time.process_time() - began < 20  # squared, it would be minutes
+    assert time.process_time() - began < 20  # with quadratic time, this would take minutes
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def test_llama_without_a_tag_requires_a_known_function() -> None:
     assert parser.parse("<|python_tag|>" + text, FUNCTIONS).calls == [("Bob", "{}")]
 
 
-# -- which parser -----------------------------------------------------------------------------------------------------
+# -- parser selection --------------------------------------------------------------------------------------------------
 
 TEMPLATES = {
     "hermes": "within <tool_call></tool_call> tags",

@@ -1,4 +1,4 @@
-"""Batches against the same requests one by one."""
+"""Batches compared with the same requests executed one by one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ shapes_of_rows = st.lists(st.integers(1, 4), min_size=1, max_size=6)
 
 
 @given(rows=shapes_of_rows, width=st.integers(1, 4), data=st.data())
-def test_every_request_gets_what_it_would_get_alone(rows: list[int], width: int, data: st.DataObject) -> None:
+def test_results_equal_those_of_single_requests(rows: list[int], width: int, data: st.DataObject) -> None:
     requests = [
         {
             "IN": data.draw(np_st.arrays(np.float32, (count, 2, width), elements=floats)),
@@ -85,7 +85,7 @@ def test_every_request_gets_what_it_would_get_alone(rows: list[int], width: int,
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=6))
-def test_ragged_requests_are_laid_out_one_after_the_other(extents: list[tuple[int, int]]) -> None:
+def test_ragged_requests_are_concatenated(extents: list[tuple[int, int]]) -> None:
     arrays = [
         np.full((rows, extent, 2), index, np.float32) + np.arange(extent, dtype=np.float32)[:, None]
         for index, (rows, extent) in enumerate(extents)
@@ -107,7 +107,7 @@ def test_ragged_requests_are_laid_out_one_after_the_other(extents: list[tuple[in
         np.testing.assert_array_equal(outputs[0].array, array * 3)
 
 
-def test_item_shapes_as_in_the_documentation_of_ragged_batches() -> None:
+def test_item_shapes_of_the_ragged_batching_documentation() -> None:
     batch = make(RAGGED, {"IN": np.zeros((2, 3, 1), np.float32)}, {"IN": np.zeros((1, 2, 2), np.float32)})
     assert batch.inputs["ITEM_SHAPE"].tolist() == [[3, 1], [3, 1], [2, 2]]
     assert batch.inputs["ELEMENT_COUNT"].tolist() == [6, 4]
@@ -119,7 +119,7 @@ def test_a_single_request_is_not_copied() -> None:
     assert np.shares_memory(batch.inputs["IN"], array)
 
 
-def test_a_model_that_does_not_batch_gets_its_tensors_as_they_are() -> None:
+def test_tensors_are_unchanged_without_batching() -> None:
     text = PLAIN.replace("max_batch_size: 64", "")
     batch = make(text, {"IN": np.ones((2, 3), np.float32), "TEXT": ["a"]})
     assert batch.size == 1
@@ -128,13 +128,13 @@ def test_a_model_that_does_not_batch_gets_its_tensors_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("array", [np.zeros((3, 2, 1), np.float32), np.float32(1)])
-def test_an_output_without_a_row_for_each_row_is_an_error(array: Any) -> None:
+def test_outputs_need_one_row_per_input_row(array: Any) -> None:
     row = {"IN": np.ones((1, 2, 1), np.float32), "TEXT": [["a"]]}
     with pytest.raises(InternalError, match=r"output 'OUT' of model 'm' .* expected the batch size 2"):
         make(PLAIN, row, row).scatter({"OUT": array})
 
 
-def test_a_scattered_output_must_have_the_elements_of_its_shapes() -> None:
+def test_scattered_outputs_must_match_their_shapes() -> None:
     batch = make(RAGGED, {"IN": np.zeros((1, 3, 2), np.float32)})
     with pytest.raises(InternalError, match=r"has 5 elements, .* which have 6"):
         batch.scatter({"OUT": np.zeros(5, np.float32)})

@@ -1,4 +1,4 @@
-"""Which instances a configuration asks for."""
+"""Instances defined by the instance groups of a configuration."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def instances(text: str) -> list[tuple[str, str, int, bool]]:
     return [(spec.name, spec.kind, spec.device, spec.passive) for spec in instances_of(config)]
 
 
-def test_without_groups_there_is_one_on_the_cpu() -> None:
+def test_default_is_one_cpu_instance() -> None:
     assert instances("") == [("m_0_0", "CPU", 0, False)]
 
 
-def test_counts_are_for_each_gpu() -> None:
+def test_counts_are_per_gpu() -> None:
     assert instances('instance_group { name: "g" count: 2 kind: KIND_GPU gpus: [ 1, 3 ] }') == [
         ("g_0", "GPU", 1, False),
         ("g_1", "GPU", 1, False),
@@ -30,7 +30,7 @@ def test_counts_are_for_each_gpu() -> None:
     ]
 
 
-def test_a_group_that_names_gpus_is_on_them() -> None:
+def test_a_group_runs_on_its_gpus() -> None:
     assert instances("instance_group { gpus: 2 }") == [("m_0_0", "GPU", 2, False)]
     assert instances("instance_group { kind: KIND_GPU }") == [("m_0_0", "GPU", 0, False)]
 

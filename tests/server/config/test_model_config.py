@@ -1,4 +1,4 @@
-"""What is filled in of a configuration without the backend, and which differences take a load."""
+"""Completion of configurations without a backend, and comparison of instance groups."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_backends_are_inferred(
         ("platform: 'caffe'", "unexpected platform type 'caffe' for m"),
     ],
 )
-def test_backends_that_cannot_be_inferred(tmp_path: Path, config: str, reason: str) -> None:
+def test_backend_inference_errors(tmp_path: Path, config: str, reason: str) -> None:
     message = parse(config)
     complete_config(message, "m", tmp_path)
     with pytest.raises(InvalidArgument, match=reason):
@@ -68,5 +68,5 @@ def test_backends_that_cannot_be_inferred(tmp_path: Path, config: str, reason: s
         ("parameters { key: 'a' value { string_value: 'b' } }", False),
     ],
 )
-def test_differences_in_instances(other: str, same: bool) -> None:
+def test_instance_group_differences(other: str, same: bool) -> None:
     assert differ_in_instances_only(parse("name: 'm'"), parse("name: 'm' " + other)) is same

@@ -1,4 +1,4 @@
-"""What configurations say of batches, sequences and instances, and must not say."""
+"""Validation of batching, sequence and instance settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the parameters of a configuration."""
+"""String parameters of a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server in this process, with the standard models and one that streams text."""
+"""An in-process server with the standard models and a model that streams text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server inside the process that uses it."""
+"""The in-process server: life cycle and requests."""
 
 from __future__ import annotations
 
@@ -144,12 +144,12 @@ def test_stop_before_and_while_starting(models):
     server.stop()
 
 
-def test_a_repository_that_does_not_exist(tmp_path):
+def test_missing_repository(tmp_path):
     with pytest.raises(NotFound):
         neso.Server(model_repository=tmp_path / "nope").start(wait_until_ready=True)
 
 
-def test_stop_while_others_ask(models):
+def test_stop_while_requests_are_sent(models):
     server = neso.Server(model_repository=models.path).start(wait_until_ready=True)
     ended = []
 

@@ -1,4 +1,4 @@
-"""Requests of the in-process API: objects, queues, cancelling, errors by class, threads and loops at once."""
+"""In-process requests: objects, queues, cancellation, error classes, threads and event loops."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def values(responses):
     return [response.outputs["OUT"].numpy().tolist() for response in responses]
 
 
-def test_a_request_object_can_be_changed_and_sent_again(server):
+def test_a_request_object_can_be_modified_and_resent(server):
     model = server.model("sum")
     request = model.create_request(request_id="a", outputs=["SUM"])
     request.inputs["IN"], request.inputs["MORE"] = [1, 2], np.array([3], np.float32)
@@ -94,7 +94,7 @@ def test_a_request_object_can_be_changed_and_sent_again(server):
     assert list(third.outputs) == ["OUT", "SUM"]
 
 
-def test_outputs_share_the_memory_that_the_model_gave(server):
+def test_outputs_share_the_memory_of_the_model(server):
     given = np.arange(1000, dtype=np.float32)
     (response,) = server.model("identity").infer(inputs={"IN": given})
     tensor = response.outputs["OUT"]
@@ -118,13 +118,13 @@ def test_tensors_are_released_with_their_holders(server):
         del given
         assert alive() is not None  # the output is the input's memory
         del response
-        wait_until(lambda: alive() is None)  # the model's thread lets go a little later
+        wait_until(lambda: alive() is None)  # the model's thread releases it a little later
     finally:
         gc.enable()
     assert list(responses) == []
 
 
-def test_a_request_or_its_fields(server):
+def test_infer_accepts_a_request_or_its_fields(server):
     model = server.model("identity")
     with pytest.raises(TypeError, match="fields as well: priority"):
         model.infer(model.create_request(inputs={"IN": [1]}), priority=1)
@@ -141,7 +141,7 @@ def test_parameters_and_classification(server):
     assert [text.split(":")[1] for text in response.outputs["OUT"].to_string_array()] == ["1", "2"]
 
 
-def test_a_queue_gets_all_responses_too(server):
+def test_a_queue_receives_all_responses(server):
     responses: queue.SimpleQueue[neso.InferenceResponse] = queue.SimpleQueue()
     iterators = [
         server.model("repeat").infer(inputs={"COUNT": [2]}, request_id=name, response_queue=responses)
@@ -155,14 +155,14 @@ def test_a_queue_gets_all_responses_too(server):
     assert responses.empty()
 
 
-async def test_a_queue_of_the_loop(server):
+async def test_asyncio_queue(server):
     responses: asyncio.Queue[neso.InferenceResponse] = asyncio.Queue()
     iterator = server.model("identity").async_infer(inputs={"IN": [5]}, response_queue=responses)
     assert values([await asyncio.wait_for(responses.get(), 60)]) == [[5]]
     assert values([r async for r in iterator]) == [[5]] and responses.empty()
 
 
-async def test_the_wrong_queue(server):
+async def test_wrong_queue_type(server):
     model = server.model("identity")
     for ask, wrong in (
         (model.infer, asyncio.Queue()),
@@ -174,7 +174,7 @@ async def test_the_wrong_queue(server):
             ask(inputs={"IN": [1]}, response_queue=wrong)
 
 
-def test_a_queue_gets_errors_as_responses(server):
+def test_a_queue_receives_errors_as_responses(server):
     responses: queue.SimpleQueue[neso.InferenceResponse] = queue.SimpleQueue()
     iterator = server.model("fail").infer(inputs={"IN": [1]}, response_queue=responses)
     assert isinstance(responses.get(timeout=60).error, neso.NotFound)
@@ -208,7 +208,7 @@ def test_output_memory_type(server):
         server.model("identity").infer(inputs={"IN": [1]}, output_memory_type="unsupported")
 
 
-def test_cancel_in_mid_stream(server):
+def test_cancel_a_running_stream(server):
     responses = server.model("endless").infer(inputs={"IN": [1]})
     assert values([next(responses), next(responses)]) == [[0], [1]]
     responses.cancel()
@@ -218,7 +218,7 @@ def test_cancel_in_mid_stream(server):
     assert list(responses) == []
 
 
-async def test_cancel_in_mid_stream_of_another_loop(server):
+async def test_cancel_a_running_stream_from_another_loop(server):
     responses = server.model("endless").async_infer(inputs={"IN": [1]}, raise_on_error=False)
     seen = []
     async for response in responses:
@@ -244,13 +244,13 @@ def test_cancel_reaches_all_submissions(server):
     request.cancel()
 
 
-def test_the_callers_loop_can_close_first(server):
+def test_the_loop_of_the_caller_can_close_first(server):
     async def leave():
         responses = server.model("endless").async_infer(inputs={"IN": [1]})
         await anext(responses)
 
     asyncio.run(leave())
-    wait_until(lambda: not server.in_flight)  # cancelled when the next response found nobody
+    wait_until(lambda: not server.in_flight)  # cancelled when the next response had no receiver
 
 
 async def test_an_iterator_has_one_reader(server):
@@ -281,7 +281,7 @@ def test_errors_have_classes(server):
     assert neso.NotFound("m", ErrorCode.UNAVAILABLE).code is ErrorCode.UNAVAILABLE
 
 
-def test_async_infer_refuses_at_once(server):
+def test_async_infer_raises_immediately(server):
     async def ask():
         with pytest.raises(neso.InvalidArgument, match="unexpected inference input"):
             server.model("identity").async_infer(inputs={"X": [1]})
@@ -291,7 +291,7 @@ def test_async_infer_refuses_at_once(server):
         server.model("identity").async_infer(inputs={"IN": [1]})
 
 
-def test_on_the_servers_own_loop(server):
+def test_calls_on_the_loop_of_the_server(server):
     model = server.model("repeat")
 
     async def ask():
@@ -316,7 +316,7 @@ def test_models_by_name_and_version(server):
         server.models()["nope"]
 
 
-def test_metrics_of_the_program(server):
+def test_custom_metrics_of_the_program(server):
     family = server.metric_family("program_jobs", "Jobs done", neso.MetricKind.COUNTER)
     metric = family.metric({"kind": "big"})
     assert isinstance(metric, neso.Metric) and isinstance(family, neso.MetricFamily)
@@ -338,7 +338,7 @@ def test_register_a_repository(server, tmp_path):
         server.load("renamed")
 
 
-def test_polling_is_for_its_mode(server):
+def test_poll_requires_poll_mode(server):
     with pytest.raises(ServerError):
         server.poll_model_repository()
 
@@ -360,7 +360,7 @@ def test_options(models):
         neso.Server(model_control_mode="sometimes")
 
 
-def test_threads_and_loops_at_once(server):
+def test_concurrent_threads_and_loops(server):
     model, repeat = server.model("identity"), server.model("repeat")
     wrong: list[object] = []
 

@@ -1,4 +1,4 @@
-"""Tensors of the in-process API: what they are made of, and whose memory they share."""
+"""In-process tensors: conversions and shared memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_plain_values_become_the_model_datatype(value, datatype, expected):
         ([None], DataType.INT32),
     ],
 )
-def test_plain_values_that_do_not_fit(value, datatype):
+def test_mismatched_plain_values_are_rejected(value, datatype):
     with pytest.raises(InvalidArgument):
         make_input("X", value, datatype)
 
@@ -122,7 +122,7 @@ def test_dlpack_does_not_leak():
     assert sys.getrefcount(array) == before
 
 
-def test_arrays_that_are_not_contiguous_are_copied():
+def test_non_contiguous_arrays_are_copied():
     array = np.arange(6, dtype=np.float32).reshape(2, 3).T
     tensor = neso.Tensor.from_object(array)
     assert tensor.numpy().tolist() == array.tolist() and tensor.numpy().flags.c_contiguous
@@ -140,7 +140,7 @@ def test_strings():
     assert tensor.to_string_array().tolist() == [["ü", "b"], ["", "d"]]
     assert tensor.to_bytes_array().tolist() == [["ü".encode(), b"b"], [b"", b"d"]]
     assert tensor.size == 4 * 4 + 4 == tensor.memory_buffer.size
-    raw = ctypes.string_at(tensor.data_ptr, tensor.size)  # the address stays good
+    raw = ctypes.string_at(tensor.data_ptr, tensor.size)  # the address stays valid
     assert raw == b"\x02\0\0\0\xc3\xbc\x01\0\0\0b\0\0\0\0\x01\0\0\0d"
     assert neso.Tensor.from_bytes_array([b"a\0", "b"]).to_bytes_array().tolist() == [b"a\0", b"b"]
     assert neso.Tensor.from_bytes_array(np.array(["x", "yz"])).to_string_array().tolist() == ["x", "yz"]
@@ -223,7 +223,7 @@ def test_move_to_the_same_device():
 
 
 class OnAGpu:
-    """Stands for memory that numpy cannot read."""
+    """Memory that numpy cannot read."""
 
     def __init__(self, array):
         self.array = array

@@ -64,7 +64,7 @@ async def test_added_and_removed_versions_leave_others_loaded(repository: Reposi
     assert (await value_of(core, "m"), await value_of(core, "m", "1")) == (3, 1)
 
 
-async def test_a_broken_change_keeps_the_serving_version(repository: RepositoryBuilder, start_core):
+async def test_an_invalid_change_keeps_the_loaded_version(repository: RepositoryBuilder, start_core):
     folder = repository.add_constant("m", 1)
     core = await start_core(poll=True)
     for break_it in (
@@ -159,7 +159,7 @@ async def test_requests_in_flight_outlive_their_model(repository: RepositoryBuil
     core = await start_core(poll=True)
     stream = ask_slow(core.model("slow"))
     await until((folder / "1" / "begun").exists)
-    (folder / "config.pbtxt").rename(repository.path / "kept")  # the folder of the code stays for the test
+    (folder / "config.pbtxt").rename(repository.path / "kept")  # the code folder is kept for the test
     moved = folder.rename(repository.path.parent / "moved")
     polling = asyncio.ensure_future(core.poll_repositories())
     await until(lambda: index_of(core, "slow")[0].state is ModelState.UNLOADING)

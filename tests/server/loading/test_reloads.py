@@ -1,4 +1,4 @@
-"""What a load of a loaded model does, and what it leaves alone."""
+"""Loading an already loaded model: effects and unchanged parts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ output { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] }
 
 
 async def instances_of(core: Core, name: str = "m", requests: int = 40) -> set[str]:
-    """The names of those that answer."""
+    """Return the names of the responding instances."""
     streams = [ask(core.model(name), IN=np.zeros(1, np.float32)) for _ in range(requests)]
     names = set()
     for stream in streams:
@@ -124,7 +124,7 @@ async def test_instances_are_added_and_removed_under_load(repository, start_core
     stop.set()
     assert sum(await asyncio.gather(*senders)) >= 20
     names = [line.split()[1] for line in capfd.readouterr().out.splitlines()]
-    assert len(names) == 4  # three when four became one, one when three became two
+    assert len(names) == 4  # three when four became one, and one when three became two
     assert set(names) <= {f"m_0_{index}" for index in range(4)}
 
 
@@ -204,7 +204,7 @@ async def test_an_override_of_instances_keeps_the_model(repository: RepositoryBu
     assert core.model("m") is model and len(await instances_of(core)) == 1
 
 
-async def test_no_request_is_lost_through_reloads(repository: RepositoryBuilder, start_core):
+async def test_reloads_drop_no_requests(repository: RepositoryBuilder, start_core):
     repository.add_constant("m", 0, config=IDENTITY_TENSORS + "instance_group { count: 2 }")
     core = await start_core(explicit=True, startup_models=("m",))
     answered: list[float] = []
@@ -218,7 +218,7 @@ async def test_no_request_is_lost_through_reloads(repository: RepositoryBuilder,
 
     senders = [asyncio.ensure_future(send()) for _ in range(200)]
     for value in range(1, 11):
-        # The code is slow while it is loaded: that is when requests meet the old one.
+        # The code loads slowly, so that the old model serves requests meanwhile.
         code = "import time\ntime.sleep(0.02)\n" + CONSTANT.format(value=value)
         repository.add(
             "m", code, IDENTITY_TENSORS + f"parameters {{ key: 'n' value {{ string_value: '{value}' }} }}"
@@ -272,7 +272,7 @@ async def test_concurrent_loads_are_limited(repository: RepositoryBuilder, start
         repository.add(f"m{index}", code)
     starting = asyncio.ensure_future(start_core(model_load_thread_count=2))
     await until(lambda: (tmp_path / "log").exists() and len((tmp_path / "log").read_text()) >= 2)
-    await asyncio.sleep(0.05)  # for others that begin though they must not
+    await asyncio.sleep(0.05)  # to detect loads that start too early
     (tmp_path / "go").touch()
     assert (await starting).ready()
     loading = most = 0
@@ -299,7 +299,7 @@ async def test_nested_loads_release_the_load_slot(repository, start_core):
     assert core.ready() and len(core.models()) == 6
 
 
-async def test_a_model_that_loads_itself_while_it_loads(repository, start_core):
+async def test_a_model_that_loads_itself_during_its_load(repository, start_core):
     code = """
     import triton_python_backend_utils as pb_utils
     class TritonPythonModel:

@@ -1,4 +1,4 @@
-"""Warmup: what a model has executed before it is ready."""
+"""Warmup requests, executed before a model is ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from core_requests import ask, collect
 from neso.server.errors import ServerError
 from neso.server.metadata import ModelState
 
-# Writes down what it is asked, and fails for a negative number.
+# Records its requests, and fails for a negative number.
 RECORDER = """
 import json
 from pathlib import Path
@@ -86,13 +86,13 @@ async def test_batches(repository, start_core, batcher):
 
 
 async def test_sequence_batching(repository, start_core):
-    """Each instance has requests of its own there; nobody would take one that is for any."""
+    """Each instance gets its own requests: a shared request would not be executed by any."""
     config = "max_batch_size: 2 sequence_batching { } instance_group { count: 2 }" + TENSORS
     repository.add("model", RECORDER, config + sample("dims: [ 2 ] zero_data: true"))
     assert (await asyncio.wait_for(start_core(), 60)).ready()
 
 
-async def test_data_of_files(repository, start_core):
+async def test_data_from_files(repository, start_core):
     config = f"max_batch_size: 2 {TENSORS}" + sample('dims: [ 3 ] input_data_file: "raw"', "batch_size: 2")
     folder = repository.add("model", RECORDER, config)
     (folder / "warmup").mkdir()
@@ -108,7 +108,7 @@ KINDS = [("BOOL", "bool"), ("INT64", "int64"), ("UINT8", "uint8"), ("FP16", "flo
     ("kind", "source", "dtype"),
     [(kind, source, dtype) for kind, dtype in KINDS for source in ("zero_data", "random_data")],
 )
-async def test_every_kind_of_data(repository, start_core, kind, source, dtype):
+async def test_all_data_sources(repository, start_core, kind, source, dtype):
     config = TENSORS.replace("TYPE_FP32", f"TYPE_{kind}", 1)
     config += sample(f"dims: [ 3 ] {source}: true", kind=f"TYPE_{kind}")
     repository.add("model", RECORDER, config)
@@ -137,7 +137,7 @@ async def test_every_kind_of_data(repository, start_core, kind, source, dtype):
         ('model_warmup { name: "it" }', "expected 1 inputs but got 0"),
     ],
 )
-async def test_a_warmup_that_fails(repository, start_core, config, reason):
+async def test_a_failing_warmup_fails_the_load(repository, start_core, config, reason):
     folder = repository.add("model", RECORDER, TENSORS + config)
     (folder / "warmup").mkdir()
     (folder / "warmup" / "cold").write_bytes(np.array([-1], "<f4").tobytes())
@@ -149,7 +149,7 @@ async def test_a_warmup_that_fails(repository, start_core, config, reason):
         core.model("model")
 
 
-async def test_a_reload_whose_warmup_fails_leaves_the_old_model(repository, start_core):
+async def test_a_reload_with_a_failing_warmup_keeps_the_old_model(repository, start_core):
     repository.add("model", RECORDER, TENSORS)
     core = await start_core(explicit=True, startup_models=("model",))
     before = core.model("model")

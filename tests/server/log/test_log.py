@@ -1,4 +1,4 @@
-"""What is logged, in which form, and how that changes while the server runs."""
+"""Log records, formats, and changes of the log settings at runtime."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("neso.test")
 
 @pytest.fixture
 def install():
-    """Install settings on the process's log, and put that back at the end."""
+    """Apply settings to the process's log; restore the old ones at the end."""
     loggers = [logging.getLogger(name) for name in ("", "neso", "urllib3")]
     before = [(logger.level, list(logger.handlers)) for logger in loggers]
 
@@ -38,7 +38,7 @@ def install():
 
 @pytest.fixture
 def lines(tmp_path):
-    """The lines that were logged since the last call."""
+    """Return the lines logged since the last call."""
     path = tmp_path / "log"
     seen = 0
 
@@ -67,7 +67,7 @@ def said(lines: list[str]) -> list[str]:
     return [line.rpartition(" ")[2].strip('"') for line in lines]
 
 
-def test_the_default_line(install, options, lines):
+def test_default_format(install, options, lines):
     install(options())
     log.info("loaded '%s'\nand \"more\"", "m")
     (line,) = lines()
@@ -189,12 +189,12 @@ def test_log_handlers_of_the_application_are_kept(capsys):
         logging.getLogger("neso").setLevel(level)
 
 
-def test_standard_error(install, capsys):
+def test_logs_go_to_standard_error(install, capsys):
     install(LogOptions())
     log.info("hello")
     assert capsys.readouterr().err.endswith('"hello"\n')
 
 
-def test_a_file_that_cannot_be_written(tmp_path):
+def test_an_unwritable_file(tmp_path):
     with pytest.raises(Unavailable, match=r"cannot write the log file '.*/no/where': No such file"):
         LogSettings(LogOptions(file=str(tmp_path / "no" / "where"))).install()

@@ -1,4 +1,4 @@
-"""Quantiles of a sliding window, compared to exact ones."""
+"""Quantiles over a sliding window, compared with exact ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_distributions(draw):
     values = [int(getattr(source, draw)(*arguments)) for _ in range(50_000)]
     summary = LatencySummary()
     for index, value in enumerate(values):
-        summary.add(value, START + index * 1_000_000)  # 50 s: over the slices of one window
+        summary.add(value, START + index * 1_000_000)  # 50 s: across the slices of one window
     check(summary, values, START + len(values) * 1_000_000)
 
 
@@ -65,7 +65,7 @@ def test_memory_is_bounded():
 
 
 def test_out_of_order_clock_readings():
-    """Stages are computed from readings of threads: the odd one is below 0 or early, and must not hurt."""
+    """Durations come from clock readings of several threads: some are negative or late and must be tolerated."""
     summary = LatencySummary()
     summary.add(-5, START)
     summary.add(10, START - 1)

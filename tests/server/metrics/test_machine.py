@@ -29,7 +29,7 @@ class NvmlError(Exception):
 
 
 def fake_nvml(*gpus: FakeGpu) -> ModuleType:
-    """The functions of `pynvml` that are used, for fake GPUs."""
+    """The used functions of `pynvml`, for fake GPUs."""
     module = ModuleType("pynvml")
 
     def power(gpu: FakeGpu) -> int:
@@ -66,7 +66,7 @@ def test_cpu(tmp_path):
     stat.write_text("cpu  110 10 60 840 60 4 3 3 9 9\n")
     cpu.refresh()
     assert values(cpu) == {
-        ("nv_cpu_utilization",): 30 / 90,  # idle and waiting for a disk: 60
+        ("nv_cpu_utilization",): 30 / 90,  # idle plus iowait: 60
         ("nv_cpu_memory_total_bytes",): 1000 * 1024,
         ("nv_cpu_memory_used_bytes",): 750 * 1024,
     }

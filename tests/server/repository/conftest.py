@@ -1,4 +1,4 @@
-"""The helpers of the server's tests."""
+"""Fixtures of the server tests."""
 
 from __future__ import annotations
 

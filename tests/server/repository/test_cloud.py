@@ -1,4 +1,4 @@
-"""Repositories in buckets: URIs, and models that are copied from fsspec's file system in memory."""
+"""Repositories in buckets: URIs, and models copied from fsspec's in-memory file system."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_uris(uri: str, bucket: Bucket, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("uri", ["s3://", "://models", "as://account"])
-def test_bad_uris(uri: str) -> None:
+def test_invalid_uris(uri: str) -> None:
     with pytest.raises(InvalidArgument, match="expected"):
         parse_uri(uri)
 
@@ -79,7 +79,7 @@ async def value_of(core: Core) -> float:
     return float(response.output("OUT").array[0])
 
 
-async def test_models_are_copied_when_they_are_loaded(bucket) -> None:
+async def test_models_are_copied_on_load(bucket) -> None:
     core = Core(
         ServerOptions(("memory://models",), model_control_mode=ModelControlMode.POLL, repository_poll_secs=0)
     )
@@ -102,7 +102,7 @@ async def test_models_are_copied_when_they_are_loaded(bucket) -> None:
     assert not await asyncio.to_thread(copied.exists)
 
 
-async def test_by_request(bucket) -> None:
+async def test_register_a_bucket_by_request(bucket) -> None:
     core = Core(ServerOptions(("memory://models",), model_control_mode=ModelControlMode.EXPLICIT))
     await core.start()
     assert [entry.name for entry in core.repository_index()] == ["m"]

@@ -1,4 +1,4 @@
-"""What counts as a change of a model's folder."""
+"""Fingerprints of model folders detect changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_unchanged_folders_have_equal_fingerprints(folder: Path) -> None:
         (lambda f: (f / "3").mkdir(), set()),
     ],
 )
-def test_changes(folder: Path, change, versions) -> None:
+def test_changed_folders_have_different_fingerprints(folder: Path, change, versions) -> None:
     before = Fingerprint.of_folder(folder)
     change(folder)
     after = Fingerprint.of_folder(folder)

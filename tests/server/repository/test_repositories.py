@@ -1,4 +1,4 @@
-"""Models of one repository and of several, by their names."""
+"""Model names in one repository and in several."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_names_in_namespaces(both) -> None:
         repositories.find_one("twice", "")
 
 
-def test_registered_with_other_names(both) -> None:
+def test_registration_with_other_names(both) -> None:
     first, second = both
     repositories = ModelRepositories([first.path])
     repositories.register(second.path, {"renamed": "twice"})

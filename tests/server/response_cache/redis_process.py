@@ -1,4 +1,4 @@
-"""A real Redis, for as long as a test."""
+"""A real Redis process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ needs_redis = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is n
 
 
 class RedisProcess:
-    """Started by `start`, on the same port again after `stop`. It keeps nothing on disk."""
+    """`start` starts it, on the same port again after `stop`. It has no persistence."""
 
     def __init__(self, folder: Path, *arguments: str, tls: bool = False) -> None:
         self.port = free_port()
@@ -56,7 +56,7 @@ class RedisProcess:
             self._process = None
 
     def suspend(self) -> None:
-        """Accept connections and never answer."""
+        """Accept connections without responding."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 

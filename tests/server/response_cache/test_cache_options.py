@@ -1,4 +1,4 @@
-"""What `--cache-config` may say."""
+"""Options of `--cache-config`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_sizes_in_two_places():
         CacheConfig.parse(["local,size=1"], 1)
 
 
-def test_credentials_of_the_environment():
+def test_credentials_from_the_environment():
     environment = {"TRITONCACHE_REDIS_USERNAME": "u", "TRITONCACHE_REDIS_PASSWORD": "secret"}
     options = RedisOptions.from_settings({"host": "a", "port": "1"}, environment)
     assert (options.user, options.password) == ("u", "secret")
@@ -84,6 +84,6 @@ def test_credentials_of_the_environment():
     assert "secret" not in repr(options)
 
 
-def test_one_cache_at_a_time():
+def test_only_one_cache_is_allowed():
     with pytest.raises(ServerError, match="in memory or in Redis, not both"):
         ServerOptions(response_cache_size=1, redis_cache=RedisOptions("a", 1))

@@ -1,4 +1,4 @@
-"""Models whose responses are cached."""
+"""Models with cached responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from neso.server.inference_request import InferenceRequest
 from neso.server.options import ServerOptions
 from neso.server.tensor import Tensor
 
-# Answers with its input and how often it was executed; 13 is an error.
+# Returns its input and the number of executions; 13 is an error.
 COUNTING = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -54,7 +54,7 @@ ENABLED = "response_cache { enable: true }"
 
 
 async def ask(model, *values: float, **options):
-    """Values, and the last response."""
+    """Return the output values and the last response."""
     inputs = {
         "IN": Tensor.from_numpy("IN", np.array(values or (1,), np.float32).reshape(options.pop("shape", -1)))
     }
@@ -63,13 +63,13 @@ async def ask(model, *values: float, **options):
 
 
 async def count(model, *values: float, **options) -> int:
-    """The how-manieth execution the response is of."""
+    """Return the execution number that produced the response."""
     return int((await ask(model, *values, **options)).output("COUNT").array.flat[0])
 
 
 @pytest.fixture
 def serve(repository, start_core):
-    """`await serve(config, code)`: the model, on a server with a cache."""
+    """`await serve(config, code)` returns the model on a server with a cache."""
 
     async def start(config: str = ENABLED, code: str = COUNTING, size: int = 1 << 20):
         repository.add("model", code, TENSORS + config)
@@ -91,7 +91,7 @@ async def test_hits_do_not_reach_the_backend(serve, batcher):
         assert response.output("COUNT").array.flat[0] == 1
     assert await count(model, 1, 3, shape=shape) == 2
     assert await count(model, 1, 2, shape=shape) == 1
-    # An execution of a batch is counted a moment after its responses.
+    # An execution of a batch is counted shortly after its responses.
     await until(lambda: model.statistics.snapshot()["execution_count"] == 2)
     statistics = model.statistics.snapshot()
     assert (statistics["inference_count"], statistics["execution_count"]) == (2, 2)
@@ -129,7 +129,7 @@ async def test_cache_key_fields(serve):
 
 
 @pytest.mark.parametrize("options", [{"sequence_id": 3}, {"sequence_id": "x"}, {"cacheable": False}])
-async def test_requests_that_are_not_cached(serve, options):
+async def test_uncached_requests(serve, options):
     model = await serve()
     assert [await count(model, **options), await count(model, **options)] == [1, 2]
     assert await count(model) == 3
@@ -145,7 +145,7 @@ async def test_errors_are_not_cached(serve):
     assert model.statistics.cache_miss.count == 1 and model.statistics.fail.count == 2
 
 
-async def test_a_response_and_then_the_final_flag(serve):
+async def test_response_with_a_separate_final_flag(serve):
     model = await serve(code=THROUGH_SENDER)
     assert [await count(model), await count(model)] == [1, 1]
 
@@ -194,6 +194,6 @@ async def test_disabled_by_default(serve):
     assert [await count(model), await count(model)] == [1, 2]
 
 
-def test_a_negative_size():
+def test_negative_size_is_rejected():
     with pytest.raises(InvalidArgument, match="must not be negative"):
         ServerOptions(response_cache_size=-1)

@@ -1,4 +1,4 @@
-"""The LRU of responses, and the hash of requests."""
+"""The LRU cache of responses, and the hash of requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from neso.server.tensor import DataType, Tensor
 
 
 def response(size: int) -> CachedResponse:
-    """One output of that many bytes."""
+    """Return a response with one output of this many bytes."""
     return CachedResponse.copy_of([Tensor.from_numpy("OUT", np.zeros(size, np.uint8))], {})
 
 
@@ -45,7 +45,7 @@ def test_lru_eviction_by_bytes(capacity, steps):
         assert len(cache) == len(model)
 
 
-def test_sizes_are_those_of_the_data():
+def test_sizes_equal_the_data():
     assert response(1000).byte_size == 1000 + 2 * OVERHEAD
     text = Tensor.from_strings("OUT", ["abc", ""])
     assert CachedResponse.copy_of([text], {}).byte_size == 11 + 2 * OVERHEAD
@@ -83,7 +83,7 @@ REQUESTS = st.tuples(
 
 
 def plain(request) -> object:
-    """All of a request, in a form that compares."""
+    """Return the whole request in comparable form."""
     scope, inputs, outputs, parameters = request
     tensors = {n: (t.datatype, t.shape, t.to_wire()) for n, t in inputs.items()}
     return scope, tensors, outputs, {n: (type(v), v) for n, v in parameters.items()}

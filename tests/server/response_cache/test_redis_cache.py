@@ -1,4 +1,4 @@
-"""Models whose responses are cached in a real Redis."""
+"""Models with responses cached in a real Redis."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def process(tmp_path):
 
 @pytest.fixture
 def serve(repository, start_core, process):
-    """`await serve(config, code)`: the model, on a server of its own with the cache in Redis."""
+    """`await serve(config, code)` returns the model on a new server with the cache in Redis."""
 
     async def start(config: str = ENABLED, code: str = COUNTING, **options):
         repository.add("model", code, TENSORS + config)
@@ -54,7 +54,7 @@ def keys(process) -> list[str]:
 
 
 async def settle(process, number: int) -> None:
-    """Responses are stored a moment after they were sent."""
+    """Wait until responses are stored, shortly after they were sent."""
     await until(lambda: len(keys(process)) >= number)
 
 
@@ -93,7 +93,7 @@ async def test_servers_share_entries(serve, process):
 
 
 async def test_a_changed_model_does_not_share_entries(serve, process):
-    """Neither by its code nor by its configuration."""
+    """Neither with changed code nor with a changed configuration."""
     assert (await ask(await serve(), 4)).output("OUT").array.tolist() == [4]
     await settle(process, 1)
     changed = await serve(code=COUNTING.replace('"OUT", values', '"OUT", -values'))
@@ -102,7 +102,7 @@ async def test_a_changed_model_does_not_share_entries(serve, process):
     assert await count(again, 4) == 1 and again.statistics.cache_hit.count == 0
 
 
-async def test_what_is_not_cached(serve, process):
+async def test_uncached_requests(serve, process):
     model = await serve()
     assert (await ask(model, 13)).error.message == "unlucky"
     assert (await ask(model, 13)).error.message == "unlucky"
@@ -120,7 +120,7 @@ async def test_a_restart_of_redis_causes_only_misses(serve, process, caplog, mon
     process.stop()
     with caplog.at_level(logging.INFO):
         assert [await count(model, 1) for _ in range(5)] == [2, 3, 4, 5, 6]
-        await until(lambda: model.statistics.cache_miss.count == 6)  # none is about to be stored
+        await until(lambda: model.statistics.cache_miss.count == 6)  # no response is still being stored
         process.start()
         await asyncio.sleep(0.15)
         assert await count(model, 1) == 7
@@ -136,7 +136,7 @@ async def test_a_restart_of_redis_causes_only_misses(serve, process, caplog, mon
 
 
 async def test_a_quick_restart_of_redis_is_retried(serve, process, caplog):
-    """Connections that were closed meanwhile are made anew."""
+    """Closed connections are reopened."""
     model = await serve()
     assert await count(model, 1) == 1
     await settle(process, 1)
@@ -150,7 +150,7 @@ async def test_a_quick_restart_of_redis_is_retried(serve, process, caplog):
 
 
 async def test_an_unresponsive_redis(serve, process, monkeypatch):
-    """The first request waits for the timeout, others do not ask while it pauses."""
+    """The first request waits for the timeout; others skip the cache during the pause."""
     monkeypatch.setattr(redis_cache, "PAUSE", 3600)
     before = await serve()
     assert await count(before, 1) == 1
@@ -165,7 +165,7 @@ async def test_an_unresponsive_redis(serve, process, monkeypatch):
     assert await count(before, 1) == 1
 
 
-async def test_the_loop_goes_on_while_a_request_waits(serve, process):
+async def test_a_waiting_request_does_not_block_the_loop(serve, process):
     model = await serve()
     await ask(model, 1)
     await settle(process, 1)
@@ -178,7 +178,7 @@ async def test_the_loop_goes_on_while_a_request_waits(serve, process):
     assert (await waiting).error is None
 
 
-async def test_a_request_that_is_cancelled_while_it_waits(serve, process):
+async def test_cancel_during_a_lookup(serve, process):
     model = await serve()
     await ask(model, 1)
     await settle(process, 1)
@@ -207,7 +207,7 @@ async def test_unload_cancels_pending_lookups(serve, process):
     assert response.error.code is ErrorCode.CANCELLED
 
 
-async def test_no_redis_at_all(repository, start_core, process):
+async def test_without_redis_responses_are_computed(repository, start_core, process):
     process.stop()
     repository.add("model", COUNTING, TENSORS + ENABLED)
     core = await start_core(redis_cache=RedisOptions("127.0.0.1", process.port))
@@ -215,7 +215,7 @@ async def test_no_redis_at_all(repository, start_core, process):
     assert [await count(core.model("model")), await count(core.model("model"))] == [1, 2]
 
 
-async def test_a_redis_that_is_full(tmp_path, repository, start_core, caplog):
+async def test_full_redis(tmp_path, repository, start_core, caplog):
     with RedisProcess(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction") as process:
         repository.add("model", COUNTING, TENSORS + ENABLED)
         core = await start_core(redis_cache=RedisOptions("127.0.0.1", process.port, **PATIENT))
@@ -265,7 +265,7 @@ async def test_passwords_users_and_databases(tmp_path, repository, start_core, p
 
 @pytest.mark.parametrize("name", ["", "cache.internal"])
 async def test_tls(tmp_path, repository, start_core, name):
-    """With certificates of both sides; the server's is for its address, or for another name."""
+    """With certificates on both sides; the server's is for its address, or for another name."""
     trustme = pytest.importorskip("trustme")
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
@@ -302,7 +302,7 @@ async def test_tls(tmp_path, repository, start_core, name):
             assert [await count(strict), await count(strict)] == [1, 2]
 
 
-def test_a_missing_client_is_named(monkeypatch):
+def test_missing_client_package_is_named(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "neso.server.response_cache.redis", None)

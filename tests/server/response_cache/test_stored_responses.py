@@ -1,4 +1,4 @@
-"""Responses as bytes."""
+"""Serialization of responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from neso.server.tensor import DataType, Tensor
 
 
 @pytest.mark.parametrize("kind", list(DataType))
-def test_every_datatype(kind):
+def test_round_trip_of_every_datatype(kind):
     for shape in [(), (0,), (1,), (2, 3)]:
         array = (
             np.full(shape, "ü".encode(), np.object_) if kind is DataType.BYTES else np.ones(shape, kind.dtype)

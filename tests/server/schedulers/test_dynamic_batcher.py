@@ -1,4 +1,4 @@
-"""The dynamic batcher before a backend whose instances end their executions when the test says so."""
+"""The dynamic batcher with a backend whose executions end when the test decides."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
 
 
 class Instances:
-    """Records the batches, and ends them one by one."""
+    """Records the batches and ends them one by one."""
 
     def __init__(self, batching: str = "", count: int = 1, tensors: str = TENSORS) -> None:
         config = ModelConfig()
@@ -142,7 +142,7 @@ async def test_ragged_inputs_are_batched() -> None:
     assert instances.batches == [["a", "b"]]
 
 
-async def test_priorities_go_first() -> None:
+async def test_high_priority_requests_run_first() -> None:
     instances = Instances("priority_levels: 3 default_priority_level: 2")
     instances.submit("first")
     await settle()
@@ -304,7 +304,7 @@ async def test_preserve_ordering_of_decoupled_models() -> None:
     await settle()
     assert not waiting.done()
     first.send(InferenceResponse("m", "1", id="a0"))
-    assert (await anext(first)).id == "a0"  # the first streams
+    assert (await anext(first)).id == "a0"  # the first request streams
     instances.finish()
     await settle()
     assert [(await asyncio.wait_for(waiting, 2)).id, (await anext(second)).id] == ["b0", "b1"]

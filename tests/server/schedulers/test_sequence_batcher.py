@@ -1,4 +1,4 @@
-"""The sequence batcher before a backend whose instances end their executions when the test says so."""
+"""The sequence batcher with a backend whose executions end when the test decides."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
 
 
 class Instances:
-    """Records the batches and their instances, and ends them one by one.
+    """Records the batches and their instances and ends them one by one.
 
-    A request is written like "+7", "7", "-7" or "±7": START, nothing, END or both, for the sequence 7.
+    Requests of sequence 7 are written "+7", "7", "-7" or "±7": START, no flag, END or both.
     """
 
     def __init__(self, batching: str = "", count: int = 1, size: int = 2, concatenates: bool = False) -> None:
@@ -84,7 +84,7 @@ class Instances:
         done()
 
     async def play(self) -> list[tuple[int, list[str]]]:
-        """End whatever runs until nothing does; all batches so far."""
+        """End running executions until none is left; return all batches so far."""
         await settle()
         while self.running:
             self.finish(min(self.running))
@@ -99,7 +99,7 @@ async def test_a_batch_has_one_request_of_each_sequence() -> None:
     assert await instances.play() == [(0, ["+1", "+2"]), (0, ["1", "-2"]), (0, ["-1"])]
 
 
-async def test_sequences_spread_over_instances_and_stay() -> None:
+async def test_sequences_are_spread_over_instances_and_stay_there() -> None:
     instances = Instances(count=2)
     for flags in ("+1", "+2", "+3", "+4", "4", "3", "2", "1"):
         instances.submit(flags)
@@ -122,7 +122,7 @@ async def test_sequences_without_a_slot_wait() -> None:
     assert await instances.play() == [(0, ["+1"]), (0, ["-1"]), (0, ["+2"]), (0, ["2"])]
 
 
-async def test_a_model_that_does_not_batch_has_one_slot_an_instance() -> None:
+async def test_one_slot_per_instance_without_batching() -> None:
     instances = Instances(size=0, count=2)
     for flags in ("+1", "+2", "+3"):
         instances.submit(flags)
@@ -150,7 +150,7 @@ async def test_requests_without_a_sequence_are_rejected(flags: str, message: str
     assert await instances.play() == []
 
 
-async def test_a_request_that_is_a_batch_is_refused() -> None:
+async def test_requests_with_several_rows_are_rejected() -> None:
     error = await error_of(Instances().submit("+1", rows=2))
     assert isinstance(error, InvalidArgument) and "must specify batch-size 1" in error.message
 
@@ -190,7 +190,7 @@ async def test_idle_sequences_are_removed() -> None:
     assert "must specify the START flag" in (await error_of(instances.submit("1"))).message
 
 
-async def test_a_sequence_whose_request_runs_is_not_idle() -> None:
+async def test_a_sequence_with_a_running_request_is_not_idle() -> None:
     instances = Instances("max_sequence_idle_microseconds: 10000")
     instances.submit("+1")
     await settle(0.03)
@@ -232,7 +232,7 @@ async def test_a_cancelled_start_ends_the_sequence() -> None:
     assert await instances.play() == [(0, ["+1"]), (0, ["-1"]), (0, ["again"])]
 
 
-async def test_a_sequence_goes_on_after_an_error() -> None:
+async def test_a_sequence_continues_after_an_error() -> None:
     instances = Instances(size=1)
     instances.submit("+1")
     instances.submit("-1")
@@ -277,7 +277,7 @@ async def test_different_shapes_are_not_batched() -> None:
     assert await instances.play() == [(0, ["+1", "+3"]), (0, ["+2"])]
 
 
-async def test_oldest_batches_among_its_candidates() -> None:
+async def test_oldest_batches_its_candidate_sequences() -> None:
     instances = Instances("oldest { max_candidate_sequences: 3 }", size=2)
     for flags in ("+1", "+2", "+3", "+4", "3", "-1"):
         instances.submit(flags)
@@ -334,7 +334,7 @@ def test_sequences_keep_order_and_instance(seed: int, count: int, size: int, bat
 
     async def play() -> None:
         rng = random.Random(seed)
-        # Idle for long enough that no sequence is forgotten while the test plays, but ends when it has played.
+        # An idle timeout that no sequence reaches during the test, but that ends all of them after it.
         instances = Instances(f"max_sequence_idle_microseconds: 20000 {strategies[batching]}", count, size)
         streams: list[ResponseStream] = []
         for number in range(50):
@@ -401,9 +401,7 @@ def test_iterative_requests_are_rescheduled_until_final(seed: int, count: int, s
 
         def finish(instance: int) -> None:
             batch, done = instances.running.pop(instance)
-            early = (
-                rng.random() < 0.5
-            )  # the instance is free before the requests are done with, as with coroutines
+            early = rng.random() < 0.5  # the instance is free before the requests end, as with coroutines
             if early:
                 done()
             for stream in batch:
@@ -438,7 +436,7 @@ def test_iterative_requests_are_rescheduled_until_final(seed: int, count: int, s
                 assert len(runs) == times
             else:
                 assert isinstance(response.error, Cancelled) and len(runs) < times
-        for instance in list(instances.running):  # of those that were cancelled
+        for instance in list(instances.running):  # of the cancelled requests
             finish(instance)
         await settle()
         assert not instances.batcher._sequences and not instances.batcher._running
@@ -464,7 +462,7 @@ async def test_ready_input_aligns_requests_with_slots() -> None:
     for name, expected in (("READY", [1, 0, 1]), ("ID", [1, 0, 3]), ("IN", [0.0, 0.0, 0.0])):
         assert [stream.request.inputs[name].array.ravel()[0] for stream in batch] == expected
     instances.finish()
-    instances.submit("+4")  # takes the first slot that is free
+    instances.submit("+4")  # takes the first free slot
     instances.submit("-2")
     assert (await instances.play())[2:] == [(0, ["+4", "-2"])]
 

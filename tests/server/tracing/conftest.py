@@ -1,4 +1,4 @@
-"""A collector for the tests that export spans."""
+"""Fixture: a collector for tests that export spans."""
 
 from __future__ import annotations
 

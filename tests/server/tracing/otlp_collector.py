@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry's protocol over HTTP: it keeps the spans that it is sent."""
+"""An OpenTelemetry collector over HTTP that stores the received spans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Span:
 
 
 class Collector:
-    """`spans` by the order in which they came; `resource` is that of the last message."""
+    """`spans` in order of arrival; `resource` of the last message."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -47,12 +47,12 @@ class Collector:
                 self.spans += [_span(span) for span in of_scope.spans]
 
     def span(self, name: str) -> Span:
-        """The only one of that name."""
+        """Return the only span with this name."""
         (found,) = [span for span in self.spans if span.name == name]
         return found
 
     def tree(self) -> dict[str, list[str]]:
-        """The names below each name; what is below no span that came is under ""."""
+        """Return child names by parent name; spans without a received parent are under ""."""
         names = {span.id: span.name for span in self.spans}
         tree: dict[str, list[str]] = {}
         for span in self.spans:
@@ -60,7 +60,7 @@ class Collector:
         return {parent: sorted(children) for parent, children in tree.items()}
 
     def wait_for(self, count: int, timeout: float = 60.0) -> None:
-        """Until so many spans have come."""
+        """Wait until this many spans have arrived."""
         self.wait_until(lambda: len(self.spans) >= count, timeout)
         assert len(self.spans) == count, sorted(span.name for span in self.spans)
 
@@ -73,7 +73,7 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector on a free port. Skips the test where OpenTelemetry is not installed."""
+    """Run a collector on a free port. Skips the test if OpenTelemetry is not installed."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs neso[otel]")
 
     class Handler(BaseHTTPRequestHandler):
@@ -86,7 +86,7 @@ def collecting() -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, *arguments: Any) -> None:
-            """Not to standard error."""
+            """Do not log to standard error."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     collector = Collector(f"http://127.0.0.1:{server.server_port}/v1/traces")

@@ -1,4 +1,4 @@
-"""Spans by OpenTelemetry, as they come to a collector."""
+"""OpenTelemetry spans as received by a collector."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def config(collector, *settings: str) -> TraceConfig:
 
 
 async def ask_traced(core, model: str, headers: dict[str, str] | None = None, id: str = ""):
-    """As a front end does; the one response, and whether it was traced."""
+    """Send a request like a front end; return the only response, and whether it was traced."""
     trace = core.tracing.sample(model, (headers or {}).get)
     tensor = Tensor.from_numpy("IN", np.array([0.1, 2], np.float32))
     (response,) = await collect(
@@ -89,10 +89,10 @@ async def test_a_request_has_three_spans(collector, start_core, repository):
     assert model.attributes["triton.trace_parent_id"] == 0
     assert before <= root.start <= model.start <= compute.start <= compute.end <= model.end <= root.end
     assert root.end <= time.time_ns()
-    assert (root.kind, root.parent) == (2, "")  # of a server, without a parent
+    assert (root.kind, root.parent) == (2, "")  # server span without a parent
 
 
-async def test_the_settings_tell_where_spans_go(collector, start_core, repository):
+async def test_settings_contain_the_collector_options(collector, start_core, repository):
     core = await start_core(trace=config(collector, "rate=0", "opentelemetry,resource=a=b"))
     assert core.trace_settings() == {
         "trace_level": ["TIMESTAMPS"],
@@ -137,14 +137,14 @@ async def test_level_off_traces_nothing(collector, start_core, repository):
 
 
 @modes
-async def test_an_ensemble_and_calls_are_one_tree(collector, start_core, repository, mode):
+async def test_ensemble_and_model_calls_are_one_tree(collector, start_core, repository, mode):
     repository.add("identity")
     caller = CALLER.replace("assert request.trace().get_context() is None", "pass")
     repository.add("second", caller, IDENTITY_TENSORS + mode)
     add_ensemble(repository)
     core = await start_core(trace=config(collector))
     await ask_traced(core, "both", {"traceparent": PARENT})
-    # Two models, one of which calls the other once with its trace and once without.
+    # Two models; one calls the other once with its trace and once without.
     await asyncio.to_thread(collector.wait_for, 8)
     assert {span.trace_id for span in collector.spans} == {PARENT.split("-")[1]}
     assert collector.tree() == {
@@ -157,7 +157,7 @@ async def test_an_ensemble_and_calls_are_one_tree(collector, start_core, reposit
 
 
 @modes
-async def test_the_context_that_a_python_model_sees(collector, start_core, repository, mode):
+async def test_trace_context_of_a_python_model(collector, start_core, repository, mode):
     repository.add("context", CONTEXT, CONTEXT_TENSORS + mode)
     core = await start_core(trace=config(collector, "rate=0"))
     response, _ = await ask_traced(core, "context", {"traceparent": PARENT, "tracestate": "a=b"})
@@ -200,7 +200,7 @@ async def test_requests_succeed_without_a_collector(start_core, repository, monk
     await asyncio.wait_for(core.stop(), 60)
 
 
-async def test_requests_that_are_not_sampled_have_no_trace(collector, start_core, repository):
+async def test_unsampled_requests_have_no_trace(collector, start_core, repository):
     repository.add("identity")
     core = await start_core(trace=config(collector, "rate=1000"))
     stream = ask(core.model("identity"), IN=np.ones(1, np.float32))
@@ -208,7 +208,7 @@ async def test_requests_that_are_not_sampled_have_no_trace(collector, start_core
     await collect(stream)
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch):
+def test_missing_library_error_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "neso.server.tracing.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(Unsupported, match=r"pip install 'neso\[otel\]'"):

@@ -1,4 +1,4 @@
-"""--trace-config and the flags that it replaced."""
+"""--trace-config and the flags that it replaces."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_deprecated_flags():
     assert overridden == TraceConfig(TraceSetting(TraceLevel.TENSORS, 9), file="g")
 
 
-def test_off_wins():
+def test_off_takes_precedence():
     assert TraceConfig.parse(["level=TIMESTAMPS", "level=OFF"]).setting.level is TraceLevel.OFF
 
 

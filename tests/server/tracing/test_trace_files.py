@@ -1,4 +1,4 @@
-"""Trace files in Triton's format, from a core with Python models."""
+"""Trace files in Triton's format, written by a core with Python models."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def add_ensemble(repository):
 
 
 async def ask_traced(core, model: str, id: str = "") -> None:
-    """As a front end does."""
+    """Send a request like a front end."""
     trace = core.tracing.sample(model)
     if trace is not None:
         trace.stamp("HTTP_RECV_START")
@@ -235,7 +235,7 @@ async def test_a_settings_change_writes_all_traces(start, repository):
     assert [trace.model for trace in (*first, *second)] == ["identity", "slow"]
 
 
-async def test_a_request_that_fails_is_traced_to_its_end(start, repository):
+async def test_failed_requests_are_traced_completely(start, repository):
     repository.add("broken", BROKEN)
     core, path = await start()
     trace = core.tracing.sample("broken")

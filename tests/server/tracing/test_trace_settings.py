@@ -1,4 +1,4 @@
-"""Trace settings that change while the server runs, and which requests they take."""
+"""Trace settings that change at runtime, and the sampled requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def tracing(tmp_path):
 
 
 def sampled(tracing: Tracing, model: str, count: int) -> list[int]:
-    """Which of so many requests are traced."""
+    """Return which of this many requests are traced."""
     return [i for i in range(count) if (trace := tracing.sample(model)) is not None and trace.end() is None]
 
 
@@ -42,7 +42,7 @@ async def test_rate_and_count(tracing):
     assert sampled(tracing, "m", 10) == [0, 1]
     assert tracing.settings()["trace_count"] == "0"
     assert not tracing.enabled
-    tracing.update({"trace_rate": ["2"]})  # the count that is left stays
+    tracing.update({"trace_rate": ["2"]})  # the remaining count is kept
     assert tracing.settings()["trace_count"] == "0"
     tracing.update({"trace_count": []})
     assert tracing.enabled and sampled(tracing, "m", 4) == [1, 3]
@@ -130,7 +130,7 @@ async def test_rejected_updates_change_nothing(tracing, values, code, message):
 
 async def test_a_global_change_invalid_for_a_model_is_rejected(tracing):
     tracing.update({"trace_level": ["OFF"]})
-    tracing.update({"trace_rate": ["0"]})  # nothing is traced, so that is no fault
+    tracing.update({"trace_rate": ["0"]})  # valid, since nothing is traced
     with pytest.raises(ServerError, match="sample rate must be non-zero"):
         tracing.update({"trace_level": ["TIMESTAMPS"]}, "m")
     tracing.update({"trace_rate": ["1"], "trace_level": ["TIMESTAMPS"]}, "m")
@@ -138,7 +138,7 @@ async def test_a_global_change_invalid_for_a_model_is_rejected(tracing):
         tracing.update({"trace_rate": []}, "m")
 
 
-async def test_without_a_file_nothing_can_be_traced(caplog):
+async def test_tracing_requires_a_file(caplog):
     tracing = Tracing(TraceConfig.parse(["level=TIMESTAMPS", "rate=1"]))
     assert not tracing.enabled and "nothing is traced: trace file name is not given" in caplog.text
     tracing.update({"trace_level": ["OFF"]})

@@ -1,4 +1,4 @@
-"""Reads trace files as Triton's trace_summary does, and by its rules."""
+"""Reads trace files with the rules of Triton's trace_summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass
 class ReadTrace:
-    """What a file holds of one execution of a model."""
+    """The content of a file for one execution of a model."""
 
     id: int
     model: str = ""
@@ -21,10 +21,10 @@ class ReadTrace:
 
 
 def read_traces(path: Path) -> list[ReadTrace]:
-    """The traces of a file by id.
+    """Return the traces of a file by id.
 
-    A trace without a parent counts once a timestamp of a front end was seen, one with a parent once that counts; the
-    entries before are dropped. That is how trace_summary goes through a file, sorted by id.
+    A trace without a parent is included from the first timestamp of a front end on, a child trace if its parent is
+    included; earlier entries are dropped. trace_summary reads a file, sorted by id, in the same way.
     """
     found: dict[int, ReadTrace] = {}
     known: set[int] = set()
@@ -51,7 +51,7 @@ def read_traces(path: Path) -> list[ReadTrace]:
 
 
 def check_order(timestamps: dict[str, int]) -> None:
-    """No span of trace_summary has a negative length."""
+    """Check that no span of trace_summary has a negative duration."""
     order = (
         *("HTTP_RECV_START", "HTTP_RECV_END", "GRPC_WAITREAD_START", "GRPC_WAITREAD_END"),
         *("REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START"),

@@ -21,7 +21,7 @@ from neso.server.errors import InvalidArgument
 logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL = 1.0
-"""Minimum seconds between two checks whether the file has changed."""
+"""Minimum seconds between two checks for changes of the file."""
 _SCOPE_KEY = "neso.api_key"
 _BEARER = b"bearer "
 
@@ -35,7 +35,7 @@ class KeyEntry:
     requests: int | None = None
     tokens: int | None = None
     is_named: bool = True
-    """False if the line has no name; `name` is then made from the line number."""
+    """False if the line has no name; `name` is then derived from the line number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ApiKey:
     """Stable identity of the key: its name, or the digest for keys without a name, whose line number may change."""
 
     def quota(self, default: Quota) -> Quota:
-        """The key's quota; limits that the key does not set come from `default`."""
+        """Return the key's quota; limits that the key does not set come from `default`."""
         return Quota(
             default.requests if self.requests is None else self.requests,
             default.tokens if self.tokens is None else self.tokens,
@@ -58,13 +58,13 @@ class ApiKey:
 
 
 class ApiKeys:
-    """The accepted keys: `given` ones, and those of `file`, which is read again when it changes.
+    """The accepted keys: `given` keys, and the keys in `file`, which is reloaded when it changes.
 
-    If the changed file cannot be read or is invalid, the previous keys stay in force. Not thread-safe.
+    If the changed file cannot be read or is invalid, the previous keys remain valid. Not thread-safe.
     """
 
     def __init__(self, given: Sequence[str] = (), file: Path | None = None) -> None:
-        """Raises `InvalidArgument` for an empty key, an invalid file, or if there is no key at all."""
+        """Raises `InvalidArgument` for an empty key, an invalid file, or if no key is given."""
         self._pepper = os.urandom(32)
         self._given = [self._load(KeyEntry(f"key-{n}", key)) for n, key in enumerate(given, start=1)]
         self._file = file
@@ -79,7 +79,7 @@ class ApiKeys:
             raise InvalidArgument(f"the file of API keys '{file}' holds none")
 
     def find(self, secret: bytes) -> ApiKey | None:
-        """The key with this secret, or None. Runs in constant time for a given number of keys."""
+        """Return the key with this secret, or None. Takes constant time for a given number of keys."""
         if self._file is not None and time.monotonic() >= self._next_check:
             self.reload()
         digest = self._digest(secret)
@@ -117,7 +117,7 @@ class ApiKeys:
 
 
 def request_key(scope: Mapping[str, Any]) -> ApiKey | None:
-    """The key that authenticated the request of an ASGI `scope`; None if no key is required."""
+    """Return the key that authenticated the request of an ASGI `scope`; None if no key is required."""
     return scope.get(_SCOPE_KEY)
 
 
@@ -127,7 +127,7 @@ def set_request_key(scope: dict[str, Any], key: ApiKey) -> None:
 
 
 def bearer_token(scope: Mapping[str, Any]) -> bytes | None:
-    """The secret in the header `Authorization: Bearer KEY`, else in `x-api-key: KEY`, else None."""
+    """Return the secret in `Authorization: Bearer KEY`, else in `x-api-key: KEY`, else None."""
     other = None
     for name, value in scope["headers"]:
         if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
@@ -175,7 +175,7 @@ def _parse_limit(path: Path, number: int, word: str) -> tuple[str, int]:
 
 
 def _file_state(file: Path) -> tuple[int, ...] | None:
-    """Modification time, size and inode; None if the file does not exist."""
+    """Return modification time, size and inode; None if the file does not exist."""
     try:
         status = file.stat()
     except OSError:

@@ -37,7 +37,7 @@ _CORS_EXPOSED_HEADERS = (
 
 
 def add_middleware(app: Starlette, options: AccessOptions) -> None:
-    """Add request ids, and API keys and CORS where enabled. The middleware added last runs first."""
+    """Add request ids, and API keys and CORS if enabled. The middleware added last runs first."""
     if options.keys is not None:
         app.add_middleware(AuthenticationMiddleware, keys=options.keys, open_groups=options.open_groups)
     if options.origins:
@@ -54,7 +54,7 @@ def add_middleware(app: Starlette, options: AccessOptions) -> None:
 
 
 def limit_rates(routes: list[Route], options: AccessOptions) -> list[Route]:
-    """Put `routes` behind the rate limits, if there can be any."""
+    """Add rate limits to `routes` if limits are configured or possible."""
     if not options.quota and options.keys is None:  # a key may have its own quota
         return routes
     from neso.frontends.openai.access.rate_limits import RateLimitMiddleware
@@ -66,7 +66,7 @@ def limit_rates(routes: list[Route], options: AccessOptions) -> list[Route]:
 
 
 def restrict(routes: list[Route], group: str, options: OpenAIOptions) -> list[Route]:
-    """Put `routes` behind the headers that `--http-restricted-api` and `--openai-restricted-api` require of `group`."""
+    """Require the headers that `--http-restricted-api` and `--openai-restricted-api` set for `group`."""
     for restrictions, make_error in (
         (options.restrictions, _forbidden),
         (options.openai_restrictions, _unauthorized),
@@ -79,9 +79,9 @@ def restrict(routes: list[Route], group: str, options: OpenAIOptions) -> list[Ro
 
 
 class RequestIdMiddleware:
-    """Sets `x-request-id` of the response: the request's own header if it is valid, else a new id.
+    """Sets `x-request-id` of the response to the request's header if it is valid, else to a new id.
 
-    Logs a line per request at debug level.
+    Logs one line per request at debug level.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -119,7 +119,7 @@ class RequestIdMiddleware:
 
 
 class AuthenticationMiddleware:
-    """Answers 401 to requests without a valid API key, except for the paths of `open_groups`.
+    """Rejects requests without a valid API key with status 401, except for the paths of `open_groups`.
 
     The key is available to handlers as `request_key(scope)`.
     """
@@ -172,12 +172,12 @@ def _require_header(app: ASGIApp, required: RequiredHeader, error: ApiError) -> 
 
 
 def _forbidden(required: RequiredHeader) -> ApiError:
-    """The same status and message as on the KServe HTTP port."""
+    """Return the same status and message as the KServe HTTP port."""
     return ApiError(403, f"This API is restricted, expecting header '{required.name}'")
 
 
 def _unauthorized(required: RequiredHeader) -> ApiError:
-    """The same error as of Triton's OpenAI frontend."""
+    """Return the same error as Triton's OpenAI frontend."""
     return ApiError(
         401,
         f"This API is restricted, expecting header '{required.name}' with valid value",

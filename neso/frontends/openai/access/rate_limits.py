@@ -36,7 +36,7 @@ class RateLimiter:
     """Counts requests and tokens of clients over sliding windows of a minute, in process memory."""
 
     def __init__(self) -> None:
-        # Imported on demand: takes a noticeable time, and most servers have no limits.
+        # Imported on demand: the import is slow, and most servers have no limits.
         from limits import RateLimitItemPerMinute
         from limits.aio.storage import MemoryStorage
         from limits.aio.strategies import SlidingWindowCounterRateLimiter
@@ -48,7 +48,7 @@ class RateLimiter:
     async def count_request(
         self, client: str, quota: Quota
     ) -> tuple[list[RateLimitStatus], RateLimitStatus | None]:
-        """Count a request of `client`. Returns the state of its limits, and the exceeded limit if any."""
+        """Count a request of `client`. Returns the state of its limits, and the exceeded limit or None."""
         statuses: list[RateLimitStatus] = []
         exceeded = None
         if quota.tokens:
@@ -83,19 +83,19 @@ class RateLimiter:
 
 
 class RateLimitMiddleware:
-    """Answers 429 to POST requests beyond the quota of their API key, or of their address if there are no keys.
+    """Rejects POST requests over the quota of the API key, or without keys of the client address, with status 429.
 
-    Every response to a limited request carries OpenAI's `x-ratelimit-*` headers. Wrap each route with `wrap`; all
+    Every response to a limited request has OpenAI's `x-ratelimit-*` headers. Wrap each route with `wrap`; all
     routes share the limits.
     """
 
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
-        # Created now if there is a default quota, so that no request waits for the import.
+        # Created at startup if there is a default quota, so that no request waits for the import.
         self._limiter = RateLimiter() if quota else None
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
-        """`app` behind the rate limits."""
+        """Return `app` with rate limits."""
 
         async def limited(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)
@@ -134,7 +134,7 @@ class RateLimitMiddleware:
 def metered(
     outputs: AsyncGenerator[GenerationOutput, None],
 ) -> AsyncGenerator[GenerationOutput, None]:
-    """`outputs`; when they end or are closed, their tokens are reported to `TOKENS_USED`."""
+    """Yield `outputs`. When they end or are closed, report their tokens to `TOKENS_USED`."""
     report = TOKENS_USED.get()
     return outputs if report is None else _metered(outputs, report)
 
@@ -153,7 +153,7 @@ async def _metered(
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in OpenAI's notation: 250ms, 12s, 6m0s."""
+    """Format seconds in OpenAI's notation: 250ms, 12s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

@@ -234,7 +234,7 @@ class ChatChoice(Choice):
         return "tool_calls" if self._has_calls and self.finish_reason == "stop" else self.finish_reason
 
     def _delta(self, event: MessageEvent) -> dict[str, Any] | None:
-        """The `delta` of reasoning or of a tool call; None if it is not sent."""
+        """Return the `delta` for reasoning or a tool call, or None if it is not sent."""
         if isinstance(event, Content):
             return {"content": event.text}
         if isinstance(event, Reasoning):
@@ -280,7 +280,9 @@ def reject_unsupported_chat(request: ChatCompletionRequest) -> None:
 def chat_sampling(
     request: ChatCompletionRequest, defaults: SamplingDefaults, message_format: MessageFormat
 ) -> SamplingParams:
-    """Sampling parameters of a chat; `defaults` are the model's. Without a limit it may use the whole context.
+    """Return the sampling parameters of a chat. `defaults` are the model's.
+
+    Without a limit, a chat may use the whole context.
 
     Raises `ApiError`.
     """
@@ -295,7 +297,7 @@ def chat_sampling(
 
 
 def chat_client_error(error: InvalidParameter, request: ChatCompletionRequest) -> ApiError:
-    """The engine's rejection in terms of the chat: errors about the prompt are about `messages`."""
+    """Convert an engine error to a chat error; prompt errors refer to `messages`."""
     if error.field not in ("prompt", "messages", "images"):
         return invalid_parameter(error, _client_names(request))
     if isinstance(error, PromptTooLong):
@@ -308,7 +310,7 @@ def _client_names(request: ChatCompletionRequest) -> dict[str, str]:
 
 
 def _reasoning_fields(text: str) -> dict[str, str]:
-    """Reasoning under DeepSeek's field name and under vLLM's newer one."""
+    """Return reasoning under DeepSeek's field name and under vLLM's newer field name."""
     return {"reasoning_content": text, "reasoning": text}
 
 

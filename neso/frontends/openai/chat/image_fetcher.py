@@ -1,4 +1,4 @@
-"""Fetching of images that chats reference by URL."""
+"""Fetching of images that chat messages reference by URL."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from neso.frontends.openai.chat.public_http import PublicHttpClient
 
 MAX_BYTES = 20 * 1024 * 1024
-"""Per image, encoded."""
+"""Maximum size of an encoded image."""
 MAX_SECONDS = 10.0
-"""Per image, including redirects."""
+"""Time limit per image, including redirects."""
 MAX_URLS = 32
-"""Per chat."""
+"""Maximum number of URLs per chat."""
 MAX_REDIRECTS = 3
 ANY_DOMAIN = "*"
 
@@ -30,7 +30,7 @@ class ImageFetcher:
         self._http: PublicHttpClient | None = None
 
     async def fetch(self, images: tuple[Any, ...]) -> tuple[Any, ...]:
-        """`images` with URLs replaced by the fetched bytes; unchanged if no domain is allowed. Raises `ApiError`."""
+        """Replace URLs in `images` by the fetched bytes; no change if no domain is allowed. Raises `ApiError`."""
         urls = list(dict.fromkeys(filter(_is_url, images))) if self._domains else []
         if not urls:
             return images
@@ -51,7 +51,7 @@ class ImageFetcher:
             await self._http.close()
 
     async def _fetch(self, url: str) -> bytes:
-        # Imported on demand: takes a tenth of a second, and most servers do not fetch images.
+        # Imported on demand: the import takes 100 ms, and most servers do not fetch images.
         from neso.frontends.openai.chat.public_http import FetchError, PublicHttpClient
 
         self._http = self._http or PublicHttpClient()
@@ -92,7 +92,7 @@ def _is_url(image: Any) -> bool:
 
 
 def _redacted(url: str) -> str:
-    """The URL for messages: without the query, which may contain secrets."""
+    """Return the URL for error messages: without the query, which may contain secrets."""
     return url.partition("?")[0][:200]
 
 

@@ -1,4 +1,4 @@
-"""How a model writes the message of a chat: reasoning, content and tool calls; its parsing and its constraints."""
+"""Format of chat messages: parsing and constraints of reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ModelParsers:
     @staticmethod
     @lru_cache(256)
     def find(tools: str, reasoning: str, template: str) -> ModelParsers:
-        """Parsers by name; "auto" detects them from the chat template. Raises `ValueError` for an unknown name."""
+        """Find parsers by name; "auto" detects them from the chat template. Raises `ValueError` for an unknown name."""
         return ModelParsers(
             detect_tool_parser(template) if tools == AUTO else find_tool_parser(tools),
             detect_reasoning_parser(template) if reasoning == AUTO else find_reasoning_parser(reasoning),
@@ -128,10 +128,10 @@ class MessageParser:
         self._many_calls = many_calls
         self.num_reasoning_tokens = 0
         self.cut_off = False
-        """Whether a reported call was cut off because it exceeded the maximum length."""
+        """Whether a reported call was truncated because it exceeded the maximum length."""
 
     def feed(self, text: str, num_tokens: int = 0) -> list[MessageEvent]:
-        """The events of more text, which has `num_tokens` tokens."""
+        """Parse more text, which has `num_tokens` tokens. Returns its events."""
         if self._reasoning is None:
             if self._tools is None:
                 return [Content(text)] if text else []
@@ -143,7 +143,7 @@ class MessageParser:
         return self._split_events(split)
 
     def finish(self) -> list[MessageEvent]:
-        """The remaining events at the end of the text."""
+        """End the text. Returns the remaining events."""
         events = [] if self._reasoning is None else self._split_events(self._reasoning.finish())
         return events if self._tools is None else [*events, *self._kept(self._tools, self._tools.finish())]
 
@@ -165,9 +165,9 @@ class MessageParser:
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """Format of the message that answers `prompt`.
+    """Format of the message generated for `prompt`.
 
-    guided: the output format that the client requests.
+    guided: the output format requested by the client.
     max_call_chars: longest tool call that is parsed.
     """
 
@@ -178,14 +178,14 @@ class MessageFormat:
     max_call_chars: int = MAX_CALL_CHARS
 
     def parser(self, *, eager: bool) -> MessageParser:
-        """A parser for one message; `eager` as in `ToolParser.stream`."""
+        """Create a parser for one message; `eager` as in `ToolParser.stream`."""
         tool_use = self.tool_use
         tools = None
         if tool_use.mode != "none":
             tools = self.parsers.tools.stream(
                 tool_use.functions, eager=eager, max_call_chars=self.max_call_chars
             )
-        # With a grammar of the client, the message has that format from its start.
+        # A grammar of the client applies from the start of the message.
         is_grammar = self.guided is not None and self.guided.kind == "grammar"
         reasoning = None if is_grammar else self.parsers.reasoning
         return MessageParser(
@@ -203,7 +203,7 @@ class MessageFormat:
 
     @property
     def guided_decoding(self) -> GuidedDecoding | None:
-        """Constraint of the whole message: the requested format or tool calls, after reasoning. Raises `ApiError`."""
+        """Return the constraint of the message: requested format or tool calls, after reasoning. Raises `ApiError`."""
         tool_use, guided = self.tool_use, self.guided
         if guided is not None and tool_use.mode == "required":
             raise invalid(
@@ -216,7 +216,7 @@ class MessageFormat:
             if guided.kind == "grammar" or not (may_call or self.parsers.reasoning):
                 return guided
             form = _form_of(guided)
-            if may_call:  # as with OpenAI, the message has either the requested format or calls
+            if may_call:  # like OpenAI: the message has either the requested format or calls
                 form = either(form, self._forced_calls())
         elif tool_use.mode == "required":
             form, source_field = self._forced_calls(), "tools"
@@ -257,7 +257,7 @@ class MessageFormats:
     def of(
         self, request: ChatCompletionRequest, tool_use: ToolUse, model: ResolvedModel, prompt: str
     ) -> MessageFormat:
-        """The format of the message that answers `prompt`. Raises `ApiError`."""
+        """Return the format of the message for `prompt`. Raises `ApiError`."""
         config, options = model.model.config, self._options
         tools = string_parameter(config, TOOL_PARAMETER, options.tool_call_parser)
         reasoning = string_parameter(config, REASONING_PARAMETER, options.reasoning_parser)
@@ -280,7 +280,7 @@ def check_parser_parameters(config: Any) -> None:
 
 
 def _form_of(guided: GuidedDecoding) -> Form:
-    """The structural-tag format of a requested output format other than a grammar."""
+    """Convert a requested output format other than a grammar to a structural-tag format."""
     forms: dict[str, Callable[[], Form]] = {
         "json": lambda: json_form(_schema(guided)),
         "json_object": lambda: json_form(_schema(guided)),
@@ -292,7 +292,7 @@ def _form_of(guided: GuidedDecoding) -> Form:
 
 
 def _schema(guided: GuidedDecoding) -> dict[str, Any]:
-    """The JSON schema, with the whitespace options as llguidance's `x-guidance`."""
+    """Return the JSON schema, with the whitespace options in llguidance's `x-guidance`."""
     schema: Any = json.loads(guided.json) if isinstance(guided.json, str) else {"type": "object"}
     if not isinstance(schema, dict):
         schema = {"type": "object"}

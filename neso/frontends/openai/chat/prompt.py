@@ -1,4 +1,4 @@
-"""From the messages and tools of a chat to the model's prompt."""
+"""Conversion of chat messages and tools to the model's prompt."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _OPEN_SCHEMA_KEYWORDS = {
     "oneOf",
     "$ref",
 }
-"""Keywords of a JSON schema that say whether unnamed properties are allowed."""
+"""Keywords of a JSON schema that allow or forbid unnamed properties."""
 
 
 def chat_prompt(
     request: ChatCompletionRequest, tool_use: ToolUse, tokenizer: TokenizerLike
 ) -> tuple[str, tuple[Any, ...]]:
-    """The prompt, rendered by the chat template, and the images. Raises `ApiError` and `InvalidParameter`."""
+    """Return the prompt, rendered by the chat template, and the images. Raises `ApiError` and `InvalidParameter`."""
     if not tokenizer.has_chat_template:
         raise invalid("model", f"The model '{request.model}' has no chat template: use /v1/completions.")
     variables = dict(request.chat_template_kwargs or {})
@@ -88,10 +88,10 @@ class ToolUse:
     def of(
         cls, tools: Sequence[dict[str, Any]] | None, choice: Any = None, *, many_calls: bool = True
     ) -> ToolUse:
-        """From `tools` and `tool_choice` in the format of chat completions. Raises `ApiError`.
+        """Create from `tools` and `tool_choice` in the format of chat completions. Raises `ApiError`.
 
-        `tool_choice` is none, auto, required, a named function, or `allowed_tools` with its own mode; tools that are
-        not allowed are not offered.
+        `tool_choice` is none, auto, required, a named function, or `allowed_tools` with its own mode. Only allowed
+        tools are offered.
         """
         if not tools:
             return cls()
@@ -116,7 +116,7 @@ class ToolUse:
 
     @classmethod
     def of_chat(cls, request: ChatCompletionRequest) -> ToolUse:
-        """From a chat completion request. Raises `ApiError`."""
+        """Create from a chat completion request. Raises `ApiError`."""
         if not request.tools:
             return cls()
         tools = [tool.model_dump(exclude_unset=True) for tool in request.tools]
@@ -136,5 +136,5 @@ def _function(tool: dict[str, Any]) -> Function:
     function = tool["function"]
     schema = function.get("parameters") or {"type": "object"}
     if "properties" in schema and not _OPEN_SCHEMA_KEYWORDS & schema.keys():
-        schema = {**schema, "additionalProperties": False}  # or the model could invent arguments
+        schema = {**schema, "additionalProperties": False}  # otherwise the model could invent arguments
     return Function(function["name"], schema, bool(function.get("strict")))

@@ -1,4 +1,4 @@
-"""An HTTP client that connects to public addresses only, not to this machine or its network."""
+"""An HTTP client that connects only to public addresses, not to this machine or its network."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _PublicOnly(httpcore.AnyIOBackend):
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is globally routable; addresses embedded in IPv6 count as themselves."""
+    """Whether an IP address is globally routable; IPv4 addresses embedded in IPv6 are checked as IPv4."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)

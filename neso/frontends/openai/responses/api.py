@@ -200,7 +200,7 @@ class ResponsesApi:
         return stored
 
     def _conversation(self, request: ResponseRequest, owner: str) -> list[Item]:
-        """The items of the previous response and of the request. Raises `ApiError`."""
+        """Return the items of the previous response and of the request. Raises `ApiError`."""
         own = input_items(request)
         name = request.previous_response_id
         if name is None:
@@ -244,7 +244,7 @@ class ResponsesApi:
             generation,
             message_format.parser(eager=bool(request.stream)),
             to_client_error=lambda error: to_responses_error(chat_client_error(error, chat)),
-            # A trace ends with its HTTP response, before a background response does.
+            # A trace ends with its HTTP response, before a background response ends.
             trace=None if request.background else context.trace,
         )
 
@@ -252,7 +252,7 @@ class ResponsesApi:
     async def _prompt(
         request: ResponseRequest, chat: ChatCompletionRequest, tool_use: ToolUse, model: ResolvedModel
     ) -> tuple[str, tuple[Any, ...]]:
-        """The prompt and its images. Raises `ApiError`."""
+        """Return the prompt and its images. Raises `ApiError`."""
         try:
             if request.truncation == "auto":
                 # In a thread: the conversation is tokenized several times.
@@ -308,7 +308,7 @@ class ResponsesApi:
 
 
 def _item_page(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of `items`, newest first unless `order` is asc. Raises `ApiError`."""
+    """Return a page of `items`, newest first unless `order` is asc. Raises `ApiError`."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid("order", f"'order' must be 'asc' or 'desc', got {order!r}.")

@@ -1,4 +1,4 @@
-"""From a Responses request and its conversation to the equivalent chat completion request."""
+"""Conversion of a Responses request and its conversation to the equivalent chat completion request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from neso.frontends.openai.tensor_models.language_model import UNLIMITED_LENGTH
 from neso.generation import TokenizerLike
 
 Item = dict[str, Any]
-"""An item of a conversation as plain JSON, of one of the types in `schemas.InputItem`."""
+"""An item of a conversation as plain JSON; the types are those of `schemas.InputItem`."""
 
 _ID_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _UNSUPPORTED = {
@@ -48,16 +48,16 @@ _CHAT_FIELDS = {
     "function_call": "tool_choice",
     "reasoning_effort": "reasoning.effort",
 }
-"""Fields of chat completions, and the corresponding field of responses; "" if there is none."""
+"""Fields of chat completions, and the corresponding field of responses or ""."""
 
 
 def new_id(prefix: str) -> str:
-    """A random id."""
+    """Create a random id."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def input_items(request: ResponseRequest) -> list[Item]:
-    """The request's input as items with ids."""
+    """Return the request's input as items with ids."""
     given = request.input
     if isinstance(given, str):
         return [_normalized({"role": "user", "content": given})]
@@ -76,7 +76,7 @@ def _normalized(item: Item) -> Item:
 
 
 def chat_request(request: ResponseRequest, context: Sequence[Item]) -> ChatCompletionRequest:
-    """The chat completion request for the conversation `context`. Raises `ApiError`."""
+    """Create the chat completion request for the conversation `context`. Raises `ApiError`."""
     extras = dict(request.model_extra or {})
     for name, hint in _UNSUPPORTED.items():
         if extras.get(name) is not None:
@@ -119,7 +119,7 @@ def chat_request(request: ResponseRequest, context: Sequence[Item]) -> ChatCompl
 
 
 def to_responses_error(error: ApiError) -> ApiError:
-    """An error about a field of chat completions, reworded for the corresponding field of responses."""
+    """Convert an error about a field of chat completions to an error about the corresponding field of responses."""
     if error.param is None:
         return error
     root, dot, rest = error.param.partition(".")
@@ -174,9 +174,9 @@ def _response_format(text_format: TextFormat | None) -> dict[str, Any] | None:
 
 
 def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Chat messages. Consecutive reasoning, text and calls become one message of the assistant."""
+    """Convert items to chat messages. Consecutive reasoning, text and calls become one assistant message."""
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's message that may still grow
+    turn: dict[str, Any] | None = None  # current assistant message, to which items may be added
     for item in items:
         if item["type"] == "function_call_output":
             turn = None
@@ -195,7 +195,7 @@ def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def _belongs_to(turn: dict[str, Any], item: Item) -> bool:
-    """Whether `item` may follow in the assistant's message, whose order is reasoning, text, calls."""
+    """Whether `item` may be appended to the assistant message; the order is reasoning, text, calls."""
     if item["type"] == "function_call":
         return True
     if item["type"] == "message":
@@ -235,10 +235,10 @@ def _joined_text(output: str | list[dict[str, Any]]) -> str:
 def truncated_prompt(
     chat: ChatCompletionRequest, tool_use: ToolUse, model: ResolvedModel
 ) -> tuple[str, tuple[Any, ...]]:
-    """`chat_prompt` without the oldest turns that do not fit into the context length.
+    """Return `chat_prompt` without the oldest turns that do not fit the context length.
 
     Keeps system messages and the last user turn; the prompt is too long if these do not fit. Leaves room for the
-    maximum number of output tokens, by default for a quarter of the context, at most for half of it.
+    maximum number of output tokens, by default a quarter of the context, at most half of it.
     """
     tokenizer, max_model_len = model.tokenizer, model.language_model.max_model_len
     prompt, images = chat_prompt(chat, tool_use, tokenizer)

@@ -1,4 +1,4 @@
-"""Output items of a response while they are generated, and the events that report them."""
+"""Output items of a response during generation, and their events."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Event = dict[str, Any]
 
 
 class OutputItems:
-    """Collects reasoning, text and calls into items. At most one item is open; a different kind closes it."""
+    """Collects reasoning, text and calls into items. At most one item is open; an item of another kind closes it."""
 
     def __init__(self) -> None:
         self._open: _OutputItem | None = None
         self._items: list[_OutputItem] = []
 
     def as_list(self) -> list[Item]:
-        """All items in their current state."""
+        """Return all items in their current state."""
         return [item.as_dict() for item in self._items]
 
     def add_reasoning(self, text: str) -> list[Event]:
@@ -45,14 +45,14 @@ class OutputItems:
         return self._open.add(fragment)
 
     def finish(self, *, complete: bool) -> list[Event]:
-        """Close the open item. Without any item, the output is an empty message."""
+        """Close the open item. If no item was added, the output is an empty message."""
         events: list[Event] = []
         if not self._items:
             events, _ = self._current(_MessageItem)
         return events + self._close("completed" if complete else "incomplete")
 
     def _current(self, kind: type[_TextItem]) -> tuple[list[Event], _TextItem]:
-        """The open item if it is of this kind, else a new one; and the events of the change."""
+        """Return the open item if it is of this kind, else a new item; also return the events of the change."""
         if isinstance(self._open, kind):
             return [], self._open
         item = kind(len(self._items))
@@ -120,7 +120,7 @@ class _TextItem(_OutputItem):
 
     @abstractmethod
     def extra_fields(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Fields of text events besides the text."""
+        """Additional fields of text events."""
 
     def opened(self) -> list[Event]:
         added = self._item_event("added")
@@ -223,7 +223,7 @@ class _FunctionCallItem(_OutputItem):
 
 
 def dump_json(value: Any) -> bytes:
-    """JSON text of `value`; unlike orjson also with integers of more than 64 bits, as in schemas of tools."""
+    """Serialize to JSON. Unlike orjson, supports integers of more than 64 bits, which tool schemas may contain."""
     try:
         return orjson.dumps(value)
     except TypeError:

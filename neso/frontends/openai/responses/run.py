@@ -1,4 +1,4 @@
-"""A response object, and the generation of it as a stream of events."""
+"""A response object and its generation as a stream of events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TERMINAL_STATUSES = frozenset({"completed", "incomplete", "failed", "cancelled"}
 
 
 class Response:
-    """A response of the Responses API, from its creation to its end."""
+    """State of a response of the Responses API."""
 
     def __init__(self, request: ResponseRequest, sampling: SamplingParams) -> None:
         self.id = new_id("resp")
@@ -51,28 +51,28 @@ class Response:
         return self.status in TERMINAL_STATUSES
 
     def complete(self) -> None:
-        """The model ended its output."""
+        """End the response: the model ended its output."""
         self.status = "completed"
         self._completed_at = int(time.time())
 
     def truncate(self) -> None:
-        """The output reached its maximum length."""
+        """End the response as incomplete: the output reached its maximum length."""
         self.status = "incomplete"
         self._incomplete_reason = "max_output_tokens"
 
     def fail(self, code: str, message: str) -> None:
-        """Generation failed."""
+        """End the response with an error: generation failed."""
         self.status = "failed"
         self._error = {"code": code, "message": message}
 
     def cancel(self) -> None:
-        """The client cancelled the response."""
+        """End the response as cancelled by the client."""
         self.status = "cancelled"
         if self.output.as_list():
             self.output.finish(complete=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON object, a `ResponseObject`."""
+        """Return the JSON object, a `ResponseObject`."""
         reason = self._incomplete_reason
         return {
             "id": self.id,
@@ -101,7 +101,7 @@ class Response:
 
 
 class ResponseRun:
-    """Generates `response`. `parser` parses its text; `to_client_error` words the engine's rejections."""
+    """Generates `response`. `parser` parses the text; `to_client_error` converts engine errors."""
 
     def __init__(
         self,
@@ -120,12 +120,14 @@ class ResponseRun:
         self._to_client_error = to_client_error
         self._trace = trace
         self._started = False
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text the parser has not released
+        self._logprobs: list[
+            dict[str, Any]
+        ] = []  # log probabilities of tokens whose text the parser holds back
 
     async def events(self) -> AsyncGenerator[list[Event], None]:
-        """All events of the response, those of one engine output together.
+        """Yield all events of the response; events of one engine output are grouped.
 
-        Raises `ApiError` and the errors of `Model.generate`; a request that the engine rejects raises before the first
+        Raises `ApiError` and the errors of `Model.generate`; errors of a rejected request are raised before the first
         event, unless the response was queued. Closing the generator aborts generation.
         """
         if self.response.status == "queued":
@@ -141,7 +143,7 @@ class ResponseRun:
             raise self._to_client_error(error) from None
 
     async def encoded_events(self) -> AsyncGenerator[list[bytes], None]:
-        """`events` as server-sent events. An error after the first event becomes the event `response.failed`."""
+        """Yield `events` as server-sent events. An error after the first event becomes the event `response.failed`."""
         number = 0
 
         def encode(events: Sequence[Event]) -> list[bytes]:
@@ -226,7 +228,7 @@ class ResponseRun:
 
 
 def _request_fields(request: ResponseRequest, sampling: SamplingParams) -> dict[str, Any]:
-    """The fields that a response repeats from its request, with their defaults."""
+    """Return the request fields that the response repeats, with their defaults."""
     given = request.model_dump(exclude_none=True, by_alias=True)
     text = given.get("text", {})
     reasoning = given.get("reasoning", {})

@@ -38,7 +38,7 @@ class RefusalPart(_Item):
 
 
 def _kind(value: Any) -> str | None:
-    """The discriminator of an item or part. Upper case, so that `errors.validation_error` can tell it from a field."""
+    """Return the discriminator of an item or part; upper case, unlike fields, see `errors.validation_error`."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     if kind is None and isinstance(value, dict) and "role" in value:
         kind = "message"

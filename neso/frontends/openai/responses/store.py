@@ -29,7 +29,7 @@ class EventLog:
         self._notify()
 
     async def follow(self, start: int) -> AsyncGenerator[bytes, None]:
-        """The events from number `start` on, as they arrive, up to the last."""
+        """Yield the events from index `start` as they arrive, until the last event."""
         while True:
             while start < len(self.events):
                 yield self.events[start]
@@ -47,11 +47,11 @@ class EventLog:
 class StoredResponse:
     """A response with its conversation.
 
-    context: the items that the model was given, oldest first.
-    owner: `ApiKey.owner` of the key that created it; no other key has access.
+    context: input items of the model, oldest first.
+    owner: `ApiKey.owner` of the key that created the response; other keys have no access.
     task: generates the response in the background.
-    log: its events, if it is generated in the background as a stream.
-    size: bytes as JSON, an estimate of its memory.
+    log: its events if it is a background stream.
+    size: bytes of its JSON, as an estimate of its memory.
     """
 
     response: Response
@@ -82,7 +82,7 @@ class ResponseStore:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether the capacity is not zero."""
+        """Whether the capacity is greater than zero."""
         return self._max_responses > 0 and self._max_bytes > 0
 
     def put(self, stored: StoredResponse) -> None:
@@ -97,7 +97,7 @@ class ResponseStore:
             self.remove(oldest)
 
     def get(self, response_id: str, owner: str) -> StoredResponse | None:
-        """The response of that id if it belongs to `owner`. Marks it as used."""
+        """Return the response with that id if it belongs to `owner`. Marks it as recently used."""
         stored = self._stored.get(response_id)
         if stored is None or stored.owner != owner:
             return None

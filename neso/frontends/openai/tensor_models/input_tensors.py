@@ -19,14 +19,14 @@ Value = str | bool | int | float
 
 
 class InputTensors:
-    """The input tensors of one request, with the data types and shapes that the model declares."""
+    """Input tensors of one request, with the data types and shapes declared by the model."""
 
     def __init__(self, signature: Signature) -> None:
         self._signature = signature
         self.tensors: dict[str, Tensor] = {}
 
     def declared(self, names: Sequence[str], kind: type) -> TensorSpec | None:
-        """The first input of `names` with elements of `kind` (see `kind_of`), or None."""
+        """Return the first input of `names` with elements of `kind` (see `kind_of`), or None."""
         for name in names:
             spec = self._signature.inputs.get(name)
             if spec is not None and kind_of(spec) is kind:
@@ -34,7 +34,7 @@ class InputTensors:
         return None
 
     def put(self, spec: TensorSpec, values: Sequence[Value], field: str) -> None:
-        """Add an input. Raises `InvalidParameter(field, …)` for values that do not fit its shape or data type."""
+        """Add an input. Raises `InvalidParameter(field, …)` for values that do not match its shape or data type."""
         shape = _shape(spec, len(values), field)
         if self._signature.max_batch_size:
             shape = (1, *shape)
@@ -43,12 +43,12 @@ class InputTensors:
 
 
 def kind_of(spec: TensorSpec) -> type:
-    """Python type of the elements: `str`, `bool`, or `float` for all numeric data types."""
+    """Return the Python type of the elements: `str`, `bool`, or `float` for all numeric data types."""
     return {DataType.BYTES: str, DataType.BOOL: bool}.get(spec.datatype, float)
 
 
 def _shape(spec: TensorSpec, count: int, field: str) -> tuple[int, ...]:
-    """The shape for `count` values: they fill the last variable dimension, other variable dimensions are 1."""
+    """Return the shape for `count` values: they fill the last variable dimension; other variable dimensions are 1."""
     free = max((axis for axis, extent in enumerate(spec.dims) if extent == -1), default=None)
     shape = tuple(
         count if axis == free else 1 if extent == -1 else extent for axis, extent in enumerate(spec.dims)
@@ -96,7 +96,7 @@ _NOT_SCALAR = frozenset(
         "embedding_bias",
         "logprobs",
         "include_stop_str_in_output",
-        "shown_special_tokens",  # set by the tool call parser, not by clients
+        "shown_special_tokens",  # set by parsers, not by clients
         "guided_decoding",
     }
 )
@@ -104,7 +104,7 @@ _NO_INPUT_EXISTS = ("stop_token_ids", "stop_words", "allowed_token_ids", "logit_
 
 
 def names_of(parameter: str) -> tuple[str, ...]:
-    """Possible input names of a parameter: its own, TensorRT-LLM's, and that of TensorRT-LLM's LLM API."""
+    """Return the possible input names of a parameter: its name, TensorRT-LLM's, and that of TensorRT-LLM's LLM API."""
     aliases = (alias for alias, name in ALIASES.items() if name == parameter)
     return (parameter, *aliases, f"sampling_param_{parameter}")
 
@@ -128,7 +128,7 @@ def accepts_max_tokens(signature: Signature) -> bool:
 def write_sampling(inputs: InputTensors, sampling: SamplingParams) -> None:
     """Add the sampling inputs of one sequence. Raises `InvalidParameter` for parameters without an input.
 
-    `n` has none, and `stop` is optional, because `response_text` cuts the text at stop strings.
+    `n` has no input. `stop` needs no input, because `response_text` cuts the text at stop strings.
     """
     for name in _NO_INPUT_EXISTS:
         if getattr(sampling, name) != getattr(DEFAULTS, name):
@@ -160,7 +160,7 @@ def _number(name: str, value: Any) -> Value:
     if value is None:
         return 1 if name == "best_of" else 0
     if name == "seed" and value < 0:
-        return int(value) + 2**64  # the same 64 bits
+        return int(value) + 2**64  # same 64-bit pattern
     return value  # type: ignore[no-any-return]
 
 
@@ -180,7 +180,7 @@ def _write_words(
 
 
 def _write_guide(inputs: InputTensors, guide: GuidedDecoding) -> None:
-    """TensorRT-LLM's pair of inputs for guided decoding."""
+    """Write TensorRT-LLM's pair of inputs for guided decoding."""
     kind, text = _trtllm_guide(guide)
     kind_spec, text_spec = inputs.declared(GUIDE_TYPE, str), inputs.declared(GUIDE, str)
     if kind_spec is None or (text and text_spec is None):
@@ -191,7 +191,7 @@ def _write_guide(inputs: InputTensors, guide: GuidedDecoding) -> None:
 
 
 def _trtllm_guide(guide: GuidedDecoding) -> tuple[str, str]:
-    """Type and text of the guide; an empty text is any JSON object."""
+    """Return type and text of the guide; an empty text means any JSON object."""
     if guide.whitespace_pattern is not None or guide.disable_any_whitespace:
         raise InvalidParameter(guide.field, "the model takes no rules for whitespace")
     if guide.json_object or guide.json is True:
@@ -233,7 +233,7 @@ _GUIDE_FIELDS = (
 
 
 def sampling_json(sampling: SamplingParams, lora_name: str = "") -> str:
-    """Non-default parameters as JSON, by the names of vLLM's `SamplingParams`. Raises `InvalidParameter`."""
+    """Serialize non-default parameters to JSON with the names of vLLM's `SamplingParams`. Raises `InvalidParameter`."""
     values: dict[str, Any] = {}
     for name in SamplingParams.__struct_fields__:
         value = getattr(sampling, name)

@@ -45,7 +45,7 @@ _PROMPT = ("text_input", "input_ids", "input_lengths")
 
 
 def to_parameter_error(error: ServerError, sampling: SamplingParams) -> Exception:
-    """`InvalidParameter` for an error message `INPUT: …` about an input made from a request field; else `error`."""
+    """Return `InvalidParameter` for a message `INPUT: …` about an input derived from a request field, else `error`."""
     named = _NAMED_INPUT.search(error.message) if error.code is ErrorCode.INVALID_ARG else None
     field = None if named is None else _field(named[1], sampling)
     return error if named is None or field is None else InvalidParameter(field, named[2])
@@ -116,7 +116,7 @@ class TensorLanguageModel:
     async def _merged(
         self, runs: list[AsyncGenerator[GenerationOutput, None]], count: int
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """The outputs of several sequences, merged into those of one request."""
+        """Yield the outputs of several sequences, merged into outputs of one request."""
         usages = [Usage(count)] * len(runs)
         finished = [False] * len(runs)
         async with aclosing(merge(runs)) as outputs:
@@ -131,7 +131,7 @@ class TensorLanguageModel:
                 )
 
     def _prompt_text(self, request: GenerationRequest) -> str:
-        """The prompt as text. Raises `InvalidParameter` for token ids that no text is tokenized to."""
+        """Return the prompt as text. Raises `InvalidParameter` for token ids that correspond to no text."""
         if isinstance(request.prompt, str):
             return request.prompt
         if self._tokenizer is None:
@@ -145,13 +145,15 @@ class TensorLanguageModel:
         raise InvalidParameter("prompt", "the model takes text, and no text has these tokens")
 
     async def _count_prompt(self, request: GenerationRequest, prompt: str) -> int:
-        """Number of prompt tokens; 0 if unknown or not needed. Raises `InvalidParameter`."""
+        """Return the number of prompt tokens; 0 if unknown or not needed. Raises `InvalidParameter`."""
         needs_count = (
             request.sampling.max_tokens is None
             and self._accepts_max_tokens
             and self.max_model_len < UNLIMITED_LENGTH
         )
-        may_be_long = len(prompt.encode(errors="replace")) >= self.max_model_len  # a token is a byte or more
+        may_be_long = (
+            len(prompt.encode(errors="replace")) >= self.max_model_len
+        )  # a token has at least one byte
         counts = "num_input_tokens" in self._model.signature.outputs
         if self._tokenizer is None or (counts and not needs_count and not may_be_long):
             return 0
@@ -168,7 +170,7 @@ class TensorLanguageModel:
         return len(tokens)
 
     def _samplings(self, sampling: SamplingParams, num_prompt_tokens: int) -> list[SamplingParams]:
-        """Sampling parameters per sequence, with `max_tokens`, and with distinct seeds for several sequences.
+        """Return sampling parameters per sequence, with `max_tokens`, and with distinct seeds for several sequences.
 
         Without a seed, a model might use the same default seed for all of them.
         """
@@ -201,7 +203,7 @@ class TensorLanguageModel:
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Generate one sequence. Closing the generator cancels the inference request."""
         signature = self._model.signature
-        # Stream also to stop a model that has no input for stop strings, and to get log probabilities per token.
+        # Streaming is also needed to stop a model without input for stop strings, and for log probabilities per token.
         wants_stream = (
             request.stream
             or (bool(sampling.stop) and not request_tensors.accepts_stop(signature))
@@ -248,7 +250,7 @@ class TensorLanguageModel:
         return OutputSequence(request.request_id, prompt.num_tokens, sampling, text, self._tokenizer, limit)
 
     async def _echoes(self, prompt: str) -> tuple[str, ...]:
-        """How the output may repeat the prompt: as sent, or decoded from its tokens without special ones."""
+        """Return the forms in which the output may repeat the prompt: as sent, or decoded without special tokens."""
         if request_tensors.can_exclude_prompt(self._model.signature):
             return ()
         if self._tokenizer is None:

@@ -16,7 +16,7 @@ EXCLUDE_INPUT = ("exclude_input_in_output", "sampling_param_exclude_input_from_o
 LORA_NAME, LORA_TASK = ("lora_name",), ("lora_task_id", "lora_id")
 IMAGES = ("image", "image_url_input", "image_url")
 RETURNED = ("finish_reason", "stop_reason", "num_input_tokens", "num_output_tokens")
-"""Outputs that are requested if the model has them."""
+"""Outputs that are requested if the model declares them."""
 
 RETURN_LOGPROBS, LOGPROBS = "return_log_probs", "output_log_probs"
 
@@ -27,7 +27,7 @@ _KNOWN_INPUTS = input_tensors.NAMES.union(
 
 
 def unsupported_reason(signature: Signature) -> str:
-    """Why a model cannot generate text from requests of this API; "" if it can."""
+    """Return why a model cannot generate text from requests of this API, or "" if it can."""
     for name, tensors in ((TEXT_INPUT, signature.inputs), (TEXT_OUTPUT, signature.outputs)):
         spec = tensors.get(name)
         if spec is None or spec.datatype is not DataType.BYTES:
@@ -80,7 +80,7 @@ def accepts_adapter_number(signature: Signature) -> bool:
 def request_tensors(
     signature: Signature, request: GenerationRequest, prompt: str, sampling: SamplingParams, *, stream: bool
 ) -> dict[str, Tensor]:
-    """The input tensors for one sequence of a request. Raises `InvalidParameter` for parameters without an input."""
+    """Create the input tensors of one sequence. Raises `InvalidParameter` for parameters without an input."""
     inputs = InputTensors(signature)
     _set_text(inputs, (TEXT_INPUT,), prompt, "prompt")
     _set_flag(inputs, STREAM, stream)
@@ -108,7 +108,7 @@ def request_tensors(
 
 
 def requested_outputs(signature: Signature, inputs: dict[str, Tensor]) -> tuple[str, ...]:
-    """The outputs to request; some models compute only those.
+    """Return the outputs to request; some models compute only requested outputs.
 
     Outputs with an input `return_…` are requested only if that input is true.
     """

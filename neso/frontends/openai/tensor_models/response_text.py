@@ -28,10 +28,10 @@ _REPLACEMENT = "\ufffd"
 
 
 class OutputText:
-    """Text of one sequence. Each response has new text, or with `accumulates` the whole text so far.
+    """Text of one sequence. Each response contains new text, or with `accumulates` the whole text so far.
 
-    prompts: possible forms of the prompt; the first one that the text begins with is removed, unless it is the whole
-    text (of an echo model).
+    prompts: possible forms of the prompt; the first form that the text begins with is removed, unless it is the
+    whole text (echo model).
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class OutputText:
         return self._stop.add(fresh, match=match_stop).text
 
     def finish(self) -> str:
-        """The held-back text at the end."""
+        """End the text. Returns the held-back text."""
         held = self._held + self._decoder.decode(b"", final=True)
         self._held, self._prompts = "", []
         return self._stop.add(held).text + self._stop.flush()
@@ -77,7 +77,7 @@ class OutputText:
         return fresh
 
     def _without_prompt(self) -> str:
-        """The held-back text without the prompt; "" until it is known whether it begins with the prompt."""
+        """Return the held-back text without the prompt; "" until it is known whether it begins with the prompt."""
         text = self._held.lstrip()  # detokenizers may drop or add a space before the first word
         for prompt in map(str.lstrip, self._prompts):
             if text.startswith(prompt) and len(text) > len(prompt):
@@ -93,8 +93,8 @@ class TextLogprobs:
     """Assigns log probabilities that come without token ids to the tokens of each piece of text.
 
     If the tokenizer splits a piece into as many tokens as there are log probabilities, they belong to these tokens;
-    otherwise the piece counts as one token with their sum. Log probabilities without text are held until there is some;
-    those of end-of-sequence tokens have none.
+    otherwise the piece counts as one token with their sum. Log probabilities without text are held back until text
+    arrives; end-of-sequence tokens have no text.
     """
 
     def __init__(self, tokenizer: TokenizerLike | None) -> None:
@@ -102,7 +102,7 @@ class TextLogprobs:
         self._waiting: list[float] = []
 
     def add(self, text: str, values: Sequence[float]) -> list[TokenLogprobs]:
-        """The tokens of the next piece of text."""
+        """Return the tokens of the next piece of text."""
         values = [*self._waiting, *values]
         if not text or not values:
             self._waiting = values
@@ -127,7 +127,7 @@ class TokenLimit:
         self._left = max_tokens
 
     def add(self, text: str) -> tuple[str, bool]:
-        """The text up to the limit, and whether the limit is reached."""
+        """Return the text up to the limit, and whether the limit is reached."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False) if text else []
         left, self._left = self._left, max(self._left - len(tokens), 0)
         if len(tokens) <= left:
@@ -160,7 +160,7 @@ class TextResponse:
 
     @classmethod
     def of(cls, response: InferenceResponse) -> TextResponse:
-        """Raises `ServerError`: the response's error, or `InternalError` for invalid outputs."""
+        """Read a response. Raises `ServerError`: the response's error, or `InternalError` for invalid outputs."""
         if response.error is not None:
             raise response.error
         outputs = {tensor.name: tensor for tensor in response.outputs}
@@ -254,7 +254,7 @@ class OutputSequence:
         self.done = False
 
     def read(self, response: TextResponse, *, final: bool) -> GenerationOutput | None:
-        """The output for a response; None if it has nothing new. Sets `done` at the end of the sequence."""
+        """Return the output for a response, None if it adds no data. Sets `done` at the end of the sequence."""
         match_stop = self._num_tokens >= self._sampling.min_tokens
         self._update(response)
         text = self._text.add(response.text, match_stop=match_stop)
@@ -296,13 +296,13 @@ class OutputSequence:
     def _count(self, text: str) -> None:
         if self._tokenizer is None or self._reported is not None:
             return
-        if self.done:  # pieces can have more tokens than the joined text
+        if self.done:  # separate pieces can have more tokens than the joined text
             self._counted = len(self._tokenizer.encode(self._sent, add_special_tokens=False))
         elif text:
             self._counted += len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _logprobs(self, response: TextResponse) -> list[TokenLogprobs] | None:
-        """Log probabilities with the requested number of top tokens."""
+        """Return log probabilities with the requested number of top tokens."""
         top = self._sampling.logprobs
         if top is None:
             return None
@@ -319,7 +319,7 @@ class OutputSequence:
         return GenerationOutput(self._request_id, [delta], usage, finished=self.done)
 
     def _reason(self) -> FinishReason:
-        """The model's finish reason, else inferred from the number of tokens."""
+        """Return the model's finish reason, or infer it from the number of tokens."""
         if self._finish_reason is not None:
             return self._finish_reason
         limit = None if self._limit is not None else self._sampling.max_tokens

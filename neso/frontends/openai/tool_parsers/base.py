@@ -41,7 +41,7 @@ ToolEvent = Content | ToolCallStart | ToolCallArguments
 class Function:
     """A function that the model may call. `schema`: JSON schema of its arguments.
 
-    strict: calls must match the schema even if the model chooses whether to call.
+    strict: calls must match the schema even if a call is optional.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ToolStream(ABC):
 
     @abstractmethod
     def feed(self, text: str) -> list[ToolEvent]:
-        """Add text. Returns the events that are certain."""
+        """Add text. Returns the events that later text cannot change."""
 
     @abstractmethod
     def finish(self) -> list[ToolEvent]:
@@ -80,7 +80,7 @@ class ToolStream(ABC):
 
     @property
     def cut_off(self) -> bool:
-        """Whether a reported call was cut off because it exceeded the maximum length."""
+        """Whether a reported call was truncated because it exceeded the maximum length."""
         return False
 
 
@@ -103,19 +103,19 @@ class ToolParser(ABC):
     def stream(
         self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
     ) -> ToolStream:
-        """A parser for one message of a model that was offered `functions`.
+        """Create a parser for one message of a model that may call `functions`.
 
         An eager parser reports a call as soon as its name is known, and its arguments as they arrive; otherwise only
-        complete and valid calls are reported. Invalid calls are content, unchanged. So are calls of more than
-        `max_call_chars` characters; a call that is already reported is cut off there.
+        complete and valid calls are reported. Invalid calls are returned as content, like calls of more than
+        `max_call_chars` characters; a call that is already reported is truncated there.
         """
 
     @abstractmethod
     def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> dict[str, Any]:
-        """The structural-tag format of a message that consists of one call, or of one or more calls, of `functions`."""
+        """Return the structural-tag format of a message with only one call, or one or more calls, of `functions`."""
 
     def free_form(self, functions: Sequence[Function], *, many_calls: bool) -> dict[str, Any] | None:
-        """The structural-tag format of a message with any text in which every call matches its function's schema.
+        """Return the structural-tag format of text in which every call matches its function's schema.
 
         None if the start of a call cannot be distinguished from other text.
         """

@@ -35,18 +35,18 @@ _HEAD = re.compile(rf'\{{\s*"name"\s*:\s*({_NAME})\s*,\s*"(?:arguments|parameter
 
 
 class CallStream(ToolStream):
-    """Passes content on up to a marker, and parses the following text with the format's coroutine `read_calls`.
+    """Forwards content up to a marker, and parses the following text with the format's coroutine `read_calls`.
 
     `read_calls` calls `begin`, `arguments` and `end_call` for each call, and raises `NoCall` if the text is not a call;
-    the text after the last call (or the marker) is then content. Whitespace before a call and after the last one is
-    dropped. Text that was parsed as a call without success counts towards a limit of `max_call_chars`; beyond it
-    markers are ignored, so that the total time is linear in the length of the text.
+    the text after the last call (or the marker) is then content. Whitespace before a call and after the last call is
+    dropped. Text that could not be parsed as a call counts towards the limit `max_call_chars`. Above the limit, markers
+    are ignored, so that the total time is linear in the length of the text.
     """
 
     markers: tuple[str, ...] = ()
     """Texts that start calls; none is a prefix of another."""
     opening: ClassVar[str] = ""
-    """First character of a message that consists of calls without a marker; "" if there are none."""
+    """First character of a message that consists of calls without a marker; "" if the format has no such messages."""
 
     def __init__(
         self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
@@ -57,7 +57,7 @@ class CallStream(ToolStream):
         self._marker = re.compile("|".join(map(re.escape, self.markers)) or r"(?!)")
         self._failed_chars_left = max_call_chars
         self._events: list[ToolEvent] = []
-        self._held: list[ToolEvent] = []  # events of a call that may turn out invalid
+        self._held: list[ToolEvent] = []  # events of a call that may still be invalid
         self._calls = 0
         self._is_open = False  # a call is reported and not yet complete
         self._cut_off = False
@@ -72,7 +72,7 @@ class CallStream(ToolStream):
         """Parse calls after `marker`; "" if the message begins with `opening`. Raises `NoCall`."""
 
     def read_broken(self) -> Reading[None]:
-        """After a reported call turned out invalid: drop the rest of it."""
+        """Drop the rest of a reported call that is invalid."""
         yield from ()
 
     def feed(self, text: str) -> list[ToolEvent]:
@@ -92,7 +92,7 @@ class CallStream(ToolStream):
     # Called by `read_calls`.
 
     def begin(self, name: str) -> None:
-        """Start a call of the function `name`. Raises `NoCall` if it is unknown or too long."""
+        """Start a call of the function `name`. Raises `NoCall` if the name is unknown or too long."""
         self.source.check()
         if not name or not (self._marked or self._knows(name)):
             raise NoCall
@@ -120,7 +120,7 @@ class CallStream(ToolStream):
         self.source.start = 0
 
     def json_arguments(self) -> Reading[None]:
-        """Parse a JSON object, and pass it on as arguments while it arrives. Raises `NoCall`."""
+        """Parse a JSON object, and forward it as arguments while it arrives. Raises `NoCall`."""
         if not self._eager:
             self.arguments((yield from self.source.json_object()))
             return
@@ -194,7 +194,7 @@ class CallStream(ToolStream):
             self.source.position = 0
 
     def _read_content(self) -> Reading[str | None]:
-        """Pass content on up to the next marker. Returns the marker, or None at the end of the text."""
+        """Forward content up to the next marker. Returns the marker, or None at the end of the text."""
         source = self.source
         while True:
             text = source.text
@@ -217,7 +217,7 @@ class CallStream(ToolStream):
             yield
 
     def _try(self, marker: str) -> Reading[None]:
-        """Parse calls after a marker; if there are none, the text is content."""
+        """Parse calls after a marker; without calls, the text is content."""
         source = self.source
         source.start = 0
         self._marked = bool(marker)
@@ -238,7 +238,7 @@ class CallStream(ToolStream):
         source.drop_read()
 
     def _recover(self) -> Reading[None]:
-        """Continue after a reported call turned out invalid or too long."""
+        """Continue after a reported call that is invalid or too long."""
         self._is_open = False
         self._calls += 1
         self._after_call = True
@@ -255,7 +255,7 @@ class CallStream(ToolStream):
         source.position = len(source.text)
 
     def _pass_on(self, end: int) -> None:
-        """Pass the text up to `end` on as arguments, within the maximum length of a call."""
+        """Forward the text up to `end` as arguments, within the maximum length of a call."""
         source = self.source
         assert source.start is not None, "within a call"
         allowed = source.limit + source.start - source.position
@@ -295,7 +295,7 @@ class CallParser(ToolParser):
 
 
 def _read_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments (JSON text) of a call's object; None if it is not a call."""
+    """Read name and arguments (JSON text) of a call's object; None if it is not a call."""
     try:
         call: Any = orjson.loads(text)
     except orjson.JSONDecodeError:

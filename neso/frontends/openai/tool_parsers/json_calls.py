@@ -41,10 +41,10 @@ class Llama3Stream(CallStream):
 
 
 class Llama3Parser(CallParser):
-    """Llama 3.1 to 3.3: `{"name": "f", "parameters": {…}}`, with or without `<|python_tag|>`, several by `;`.
+    """Llama 3.1 to 3.3: `{"name": "f", "parameters": {…}}`, with or without `<|python_tag|>`, separated by `;`.
 
-    Llama 4 puts `<|python_start|>` and `<|python_end|>` around it. Without a tag, a message has calls only if it begins
-    with a call of a known function.
+    Llama 4 encloses calls in `<|python_start|>` and `<|python_end|>`. Without a tag, a message has calls only if it
+    begins with a call of a known function.
     """
 
     stream_class = Llama3Stream
@@ -108,7 +108,7 @@ class ListStream(CallStream):
             yield from self.source.take(self._end)
 
     def read_list(self) -> Reading[None]:
-        """Parse a list of calls, or a single one. Raises `NoCall`."""
+        """Parse a list of calls, or a single call. Raises `NoCall`."""
         source = self.source
         if (yield from source.take("[")) is None:
             yield from self.object_call()

@@ -30,7 +30,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 class PythonicStream(CallStream):
-    """Passes each argument on when its value is complete. Values are Python or JSON literals."""
+    """Forwards each argument when its value is complete. Values are Python or JSON literals."""
 
     markers = (START,)
     opening = "["
@@ -129,7 +129,7 @@ class PythonicParser(CallParser):
 
 
 def _arguments_form(schema: dict[str, Any]) -> Form:
-    """`a=…, b=…`: the required parameters, then any of the optional ones, in order."""
+    """Return the form of `a=…, b=…`: the required parameters, then any optional parameters, in order."""
     parameters = properties(schema)
     required = [(name, value) for name, value, needed in parameters if needed]
     optional = [(name, value) for name, value, needed in parameters if not needed]
@@ -141,7 +141,7 @@ def _arguments_form(schema: dict[str, Any]) -> Form:
 
 
 def _optional_form(parameters: Sequence[tuple[str, dict[str, Any]]], *, first: bool) -> Form:
-    """Any of `parameters` in order; `first`: without a comma before the first one."""
+    """Return the form of any of `parameters`, in order; `first`: no comma before the first parameter."""
     choices = [
         sequence(
             const(f"{'' if first else ', '}{name}="),

@@ -50,10 +50,10 @@ _REGISTRY = ParserRegistry("tool call parser", GROUP, BUILTIN, ALIASES)
 
 
 def find_tool_parser(name: str) -> ToolParser:
-    """The parser of that name. Raises `ValueError` that lists the known names."""
+    """Return the parser of that name. Raises `ValueError` listing the known names."""
     return _REGISTRY.find(name)
 
 
 def detect_tool_parser(template: str) -> ToolParser:
-    """The parser for models with this chat template; Hermes if none matches."""
+    """Return the parser for models with this chat template; Hermes if no parser matches."""
     return _REGISTRY.detect(template) or HermesParser()

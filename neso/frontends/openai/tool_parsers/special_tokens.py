@@ -127,7 +127,7 @@ _KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
 class FramedStream(CallStream):
-    """Parses frames of either model, and both of DeepSeek's versions, which differ in the text between the tokens."""
+    """Parses frames of both models and of both DeepSeek versions, which differ in the text between the tokens."""
 
     def __init__(
         self, frame: Frame, functions: Sequence[Function], *, eager: bool, max_call_chars: int

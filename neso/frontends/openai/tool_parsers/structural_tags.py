@@ -9,22 +9,22 @@ Form = dict[str, Any]
 
 
 def const(text: str) -> Form:
-    """Exactly `text`."""
+    """Match exactly `text`."""
     return {"type": "const_string", "value": text}
 
 
 def json_form(schema: dict[str, Any]) -> Form:
-    """JSON that matches a schema."""
+    """Match JSON that is valid against a schema."""
     return {"type": "json_schema", "json_schema": schema}
 
 
 def text_before(end: str) -> Form:
-    """Any text up to and including the first `end`."""
+    """Match any text up to and including the first `end`."""
     return tag("", {"type": "any_text"}, end)
 
 
 def properties(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:
-    """The parameters of a function: name, schema with the definitions it may refer to, and whether it is required."""
+    """Return a function's parameters: name, schema including referenced definitions, and whether it is required."""
     definitions: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     required = schema.get("required", ())
     members = schema.get("properties", {})
@@ -37,22 +37,22 @@ def properties(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], bool]]
 
 
 def sequence(*elements: Form) -> Form:
-    """The elements in order."""
+    """Match the elements in order."""
     return {"type": "sequence", "elements": list(elements)}
 
 
 def either(*elements: Form) -> Form:
-    """One of the elements."""
+    """Match one of the elements."""
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
 
 
 def tag(begin: str, content: Form, end: str) -> Form:
-    """`content` between `begin` and `end`."""
+    """Match `content` between `begin` and `end`."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def repeated(tags: Sequence[Form], *, separator: str, many: bool) -> Form:
-    """One of `tags`; with `many` one or more, separated by `separator`."""
+    """Match one of `tags`; with `many`, one or more, separated by `separator`."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),
@@ -63,7 +63,7 @@ def repeated(tags: Sequence[Form], *, separator: str, many: bool) -> Form:
 
 
 def triggered(tags: Sequence[Form], *, trigger: str, many: bool) -> Form:
-    """Any text in which `trigger`, the common prefix of `tags`, must continue as one of them."""
+    """Match any text in which `trigger`, the common prefix of `tags`, is always continued as one of `tags`."""
     return {
         "type": "triggered_tags",
         "triggers": [trigger],

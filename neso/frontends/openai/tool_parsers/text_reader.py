@@ -1,4 +1,4 @@
-"""Incremental reading of text by coroutines, and scanning of JSON in it."""
+"""Incremental reading of text by coroutines, and scanning of JSON in the text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_json_object(text: str) -> bool:
 
 
 def literal_json(text: str) -> str | None:
-    """JSON text of a JSON or Python literal; None if it is neither, or not representable in JSON."""
+    """Convert a JSON or Python literal to JSON text; None for other text, or a value not representable in JSON."""
     for read in (json.loads, ast.literal_eval):
         try:
             value = json.dumps(read(text.strip()), ensure_ascii=False, allow_nan=False)
@@ -32,7 +32,7 @@ def literal_json(text: str) -> str | None:
 
 
 _STRUCTURE = re.compile(r'["{}\[\]]|[^\w\s,:+.\-]')
-"""Outside strings: structural characters, and characters that JSON does not allow."""
+"""Relevant characters outside strings: structural characters, and characters that JSON does not allow."""
 _BEGINNING = re.compile(r"\S")
 _IN_STRING = re.compile(r'["\\]')
 
@@ -82,7 +82,7 @@ class ObjectScanner:
 
     @property
     def _pattern(self) -> re.Pattern[str]:
-        """Matches the next relevant character."""
+        """Return the pattern of the next relevant character."""
         if self._in_string:
             return _IN_STRING
         return _STRUCTURE if self._open else _BEGINNING
@@ -103,7 +103,7 @@ class ObjectScanner:
 
 Result = TypeVar("Result")
 Reading = Generator[None, None, Result]
-"""A coroutine that yields when it needs more text; resumed when there is more, or at the end of the text."""
+"""A coroutine that yields when it needs more text; it is resumed when text arrives, or at the end of the text."""
 
 _NOT_SPACE = re.compile(r"\S")
 
@@ -113,10 +113,10 @@ class NoCall(Exception):
 
 
 class TextSource:
-    """Incrementally arriving text, and a position in it. Consumed text can be dropped.
+    """Incrementally arriving text with a read position. Consumed text can be dropped.
 
-    limit: maximum characters from `start` to `position` while `start` is set. Beyond it every coroutine raises
-        `NoCall`, at the same character however the text is split.
+    limit: maximum characters from `start` to `position` while `start` is set. Above the limit, every coroutine raises
+        `NoCall`, at the same character for any split of the text.
     """
 
     def __init__(self, limit: int) -> None:
@@ -149,7 +149,7 @@ class TextSource:
             raise NoCall
 
     def more(self) -> Reading[bool]:
-        """Wait for more text after consuming all of it; False at the end. Raises `NoCall` beyond the limit."""
+        """Consume all text and wait for more; False at the end. Raises `NoCall` above the limit."""
         if self.start is not None and len(self.text) - self.start > self.limit:
             self.position = len(self.text)
             raise NoCall
@@ -200,7 +200,7 @@ class TextSource:
         return taken
 
     def peek(self) -> Reading[str]:
-        """The next character; "" at the end."""
+        """Return the next character, or "" at the end."""
         while not self.rest:
             if not (yield from self.wait()):
                 return ""
@@ -218,7 +218,7 @@ class TextSource:
                 return taken
 
     def up_to(self, *ends: str) -> Reading[tuple[str, str]]:
-        """Consume text up to the first of `ends`. Returns the text and the end. Raises `NoCall` if there is none."""
+        """Consume text up to the first of `ends`. Returns the text and the end. Raises `NoCall` if none is found."""
         longest = max(map(len, ends))
         searched = self.position
         while True:
@@ -234,7 +234,7 @@ class TextSource:
                 self._fail_at(len(self.text))
 
     def skip_to(self, *ends: str) -> Reading[str]:
-        """Drop text before the first of `ends`. Returns that end, unconsumed; "" at the end of the text."""
+        """Drop text before the first of `ends`. Returns that end without consuming it; "" at the end of the text."""
         self.start = None
         ends_pattern = re.compile("|".join(map(re.escape, ends)))
         while True:
@@ -248,7 +248,7 @@ class TextSource:
                 return ""
 
     def json_object(self, *, opened: bool = False) -> Reading[str]:
-        """Consume a JSON object, without validating it; with `opened` from after its first brace. Raises `NoCall`."""
+        """Consume a JSON object without validation. `opened`: the first brace is already consumed. Raises `NoCall`."""
         scanner = ObjectScanner()
         if opened:
             scanner.scan("{")
@@ -273,7 +273,7 @@ class TextSource:
 
 
 def partial_end(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of one of `markers`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of one of `markers`."""
     longest = 0
     for marker in markers:
         # Search for the first character: most text does not contain it.

@@ -27,13 +27,13 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ToolCallTagsParser(CallParser):
-    """One call per pair of tags, on consecutive lines."""
+    """A format with one call per pair of tags, on consecutive lines."""
 
     special_tokens: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
     @abstractmethod
     def call_form(self, function: Function) -> Form:
-        """The structural-tag format of a call of `function`, including the tags."""
+        """Return the structural-tag format of a call of `function`, including the tags."""
 
     def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
         return repeated([self.call_form(f) for f in functions], separator="\n", many=many_calls)
@@ -43,7 +43,7 @@ class ToolCallTagsParser(CallParser):
 
 
 class ToolCallTagsStream(CallStream):
-    """After an invalid call, text up to the next tag is dropped."""
+    """Parses calls between tags. After an invalid call, text up to the next tag is dropped."""
 
     markers: tuple[str, ...] = (OPEN,)
 
@@ -53,7 +53,7 @@ class ToolCallTagsStream(CallStream):
 
 
 class HermesStream(ToolCallTagsStream):
-    """Some models omit the closing brace or tag; text up to the next tag is dropped."""
+    """Parses Hermes calls. Some models omit the closing brace or tag; text up to the next tag is dropped."""
 
     def read_calls(self, marker: str) -> Reading[None]:
         yield from self.source.space()
@@ -84,7 +84,7 @@ KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 
 
 class TaggedStream(ToolCallTagsStream):
-    """Passes each argument on when its tag is closed. Values of string parameters are plain text, others JSON."""
+    """Forwards each argument when its tag is closed. String values are plain text, other values are JSON."""
 
     @abstractmethod
     def read_argument(self) -> Reading[tuple[str, str] | None]:
@@ -106,7 +106,7 @@ class TaggedStream(ToolCallTagsStream):
 
 
 class Qwen3CoderStream(TaggedStream):
-    """Some models omit the outer tag and the closing tags of parameters."""
+    """Parses Qwen3-Coder calls. Some models omit the outer tag and the closing tags of parameters."""
 
     markers = (OPEN, FUNCTION)
 
@@ -194,7 +194,7 @@ class Glm45Parser(ToolCallTagsParser):
 
 
 def _json_value(schema: dict[str, Any], text: str) -> str:
-    """JSON text of a value between tags."""
+    """Return the JSON text of a value between tags."""
     kinds = _kinds(schema)
     if text.strip() == "null" and "null" in kinds:
         return "null"
@@ -206,7 +206,7 @@ def _json_value(schema: dict[str, Any], text: str) -> str:
 
 
 def _kinds(schema: dict[str, Any]) -> set[str]:
-    """The JSON types that a schema allows; empty if it does not restrict them."""
+    """Return the JSON types allowed by a schema; empty if the schema does not restrict them."""
     kind = schema.get("type")
     if isinstance(kind, str):
         return {kind}
@@ -223,7 +223,7 @@ def _kinds(schema: dict[str, Any]) -> set[str]:
 
 
 def _parameters_form(schema: dict[str, Any], begin: str, end: str) -> Form:
-    """The parameters in order, optional ones may be omitted. `begin` has a placeholder for the name."""
+    """Return the form of the parameters in order; optional ones may be omitted. `begin` has a name placeholder."""
     elements: list[Form] = []
     for name, value, required in properties(schema):
         argument = sequence(const(begin.format(name)), _value_form(value, end))
@@ -232,7 +232,7 @@ def _parameters_form(schema: dict[str, Any], begin: str, end: str) -> Form:
 
 
 def _value_form(schema: dict[str, Any], end: str) -> Form:
-    """A value and `end`: plain text for an unrestricted string, else JSON."""
+    """Return the form of a value and `end`: plain text for an unrestricted string, else JSON."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         return sequence(either(*map(const, values)), const(end))

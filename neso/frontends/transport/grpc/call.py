@@ -40,7 +40,7 @@ class Call:
     """Base class of calls: receives the events of the HTTP/2 stream, sends messages and one status.
 
     Subclasses implement `_on_message`, `_on_half_close` and `_on_cancelled`. `done`: the status is sent, or the client
-    does not expect one any more.
+    no longer expects it.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class Call:
         self.headers = headers
         self._reader = MessageReader(headers.encoding, options.max_message)
         self._compress_level = options.compress_level if headers.accepts_gzip else None
-        # None once sent.
+        # None after they are sent.
         self._response_headers: bytes | None = (
             RESPONSE_HEADERS if self._compress_level is None else GZIP_RESPONSE_HEADERS
         )
@@ -73,15 +73,15 @@ class Call:
     # Names as in grpc.aio.ServicerContext.
 
     def invocation_metadata(self) -> Metadata:
-        """Metadata sent by the client."""
+        """Return the metadata sent by the client."""
         return self.headers.metadata
 
     def peer(self) -> str:
-        """The client's address."""
+        """Return the client's address."""
         return self._stream.connection.peer
 
     def time_remaining(self) -> float | None:
-        """Seconds until the deadline, None without one."""
+        """Return the seconds until the deadline, None without a deadline."""
         if self._deadline_timer is None:
             return None
         return max(self._deadline_timer.when() - asyncio.get_running_loop().time(), 0.0)
@@ -113,15 +113,15 @@ class Call:
     # Hooks for subclasses.
 
     def _on_message(self, message: bytes) -> None:
-        """A message was received. Raises `MessageError`."""
+        """Handle a received message. Raises `MessageError`."""
         raise NotImplementedError
 
     def _on_half_close(self) -> None:
-        """The client sends no more messages."""
+        """Handle the half-close by the client: no more messages follow."""
         raise NotImplementedError
 
     def _on_cancelled(self) -> None:
-        """The call has ended without a response of the handler: by the client, its deadline or an error."""
+        """Handle the end of the call by the client, the deadline or an error, before the handler responded."""
         raise NotImplementedError
 
     def _release_window(self, size: int) -> None:
@@ -185,9 +185,9 @@ class CallbackHandler(grpc.RpcMethodHandler):  # type: ignore[misc]
 
 
 class CallbackCall(Call):
-    """A unary call that ends with the first `reply` or `fail`; later ones do nothing.
+    """A unary call that ends with the first `reply` or `fail`; later calls of them do nothing.
 
-    `on_cancel` is called if the client cancels or disconnects, or the deadline passes, before that.
+    `on_cancel` is called if the client cancels or disconnects, or the deadline passes, before the call has ended.
     """
 
     __slots__ = ("_message", "_start", "on_cancel")

@@ -17,13 +17,13 @@ from neso.frontends.transport.http2 import Http2Stream
 if TYPE_CHECKING:
     from neso.frontends.transport.grpc.server import GrpcServerOptions
 
-_MAX_UNREAD = 1 << 20  # bytes of a streaming request; beyond, the client's window is not replenished
+_MAX_UNREAD = 1 << 20  # bytes of a streaming request; above this, the client's window is not replenished
 
 
 class CoroutineCall(Call):
     """A call, passed to its method handler as the context (a subset of `grpc.aio.ServicerContext`).
 
-    The handler runs in its own task, which is in `tasks` while it runs. The task is cancelled if the client cancels or
+    The handler runs in a task, which is in `tasks` until it ends. The task is cancelled if the client cancels or
     disconnects, or the deadline passes.
     """
 
@@ -53,7 +53,7 @@ class CoroutineCall(Call):
         self._task: asyncio.Task[None] | None = None
         self._messages: deque[bytes] = deque()
         self._unread = 0  # bytes in `_messages`
-        self._unreleased = 0  # received bytes that are not returned to the client's window yet
+        self._unreleased = 0  # received bytes not yet returned to the client's window
         self._half_closed = False
         self._wakeup: asyncio.Future[None] | None = None
         self._aborted: tuple[grpc.StatusCode, str, Metadata] | None = None
@@ -135,7 +135,7 @@ class CoroutineCall(Call):
             self._finish(grpc.StatusCode.CANCELLED, "the call was cancelled")
             raise
         except Exception as error:
-            if not self.done:  # otherwise probably caused by the disconnect
+            if not self.done:  # after the end, the error is probably caused by the disconnect
                 logger.exception("error in the handler of %s", self.headers.path)
             self._finish(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error).__name__}: {error}")
 
@@ -159,7 +159,7 @@ class CoroutineCall(Call):
         self._finish(grpc.StatusCode.OK, "")
 
     async def _iterate_messages(self) -> AsyncIterator[Any]:
-        """The deserialized messages of a streaming request."""
+        """Yield the deserialized messages of a streaming request."""
         while True:
             while self._messages:
                 message = self._messages.popleft()

@@ -36,7 +36,7 @@ _CANCEL_TIMEOUT = 5.0  # seconds for cancelled handlers to clean up
 
 @dataclass(frozen=True, slots=True)
 class GrpcServerOptions:
-    """`max_message`: bytes of a message, decompressed. `compress_level`: gzip level of responses, None for none."""
+    """`max_message`: decompressed bytes per message. `compress_level`: gzip level of responses, None: uncompressed."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -101,7 +101,7 @@ class GrpcServer:
         )
 
     async def stop(self, grace: float) -> None:
-        """Stop accepting calls, wait up to `grace` seconds for those in flight, abort the rest."""
+        """Stop accepting calls, wait up to `grace` seconds for calls in flight, then abort the rest."""
         if self._server is None:
             return
         context, self._context.draining = self._context, True
@@ -124,7 +124,7 @@ class GrpcServer:
         self._server = None
 
     def _start_call(self, stream: Http2Stream, headers: Headers) -> StreamEvents:
-        """Application of the HTTP/2 connections."""
+        """Start the call of a new stream. Called by the HTTP/2 connections."""
         try:
             if headers.parsed is None:
                 parsed = CallHeaders.parse(headers)
@@ -147,7 +147,7 @@ class GrpcServer:
         return CoroutineCall(stream, call_headers, self.options, handler, self._tasks)
 
     def _find_handler(self, headers: CallHeaders) -> Any:
-        """The handler of a call's method, through the interceptors; None for an unknown method."""
+        """Return the handler of a call's method after the interceptors, or None for an unknown method."""
         find: Callable[[Any], Awaitable[Any]] = self._look_up
         for interceptor in reversed(self._interceptors):
             find = _chain(interceptor, find)
@@ -171,7 +171,7 @@ def _chain(interceptor: Any, find: Callable[[Any], Awaitable[Any]]) -> Callable[
 
 
 def _run_without_waiting(coroutine: Any) -> Any:
-    """Result of a coroutine that never suspends. Raises `RuntimeError` if it does."""
+    """Return the result of a coroutine that must not suspend. Raises `RuntimeError` if it does."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -181,7 +181,7 @@ def _run_without_waiting(coroutine: Any) -> Any:
 
 
 class _IgnoreEvents:
-    """Events of a stream that already has its response."""
+    """Ignores the events of a stream whose response is already sent."""
 
     def on_data(self, data: bytes) -> None: ...
 
@@ -191,7 +191,7 @@ class _IgnoreEvents:
 
 
 def _rejection(headers: CallHeaders) -> bytes | None:
-    """Header block of the response to an invalid call, None for a valid one."""
+    """Return the header block that rejects an invalid call, or None if the call is valid."""
     if headers.method != "POST":
         return http_status(405)
     if not headers.is_grpc:

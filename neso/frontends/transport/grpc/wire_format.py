@@ -19,7 +19,7 @@ ENCODINGS = ("identity", "deflate", "gzip")
 _PREFIX_SIZE = 5  # compressed flag, length
 _WINDOW_BITS = {"deflate": zlib.MAX_WBITS, "gzip": zlib.MAX_WBITS | 16}
 
-# Headers of the protocol; all others are the client's metadata.
+# Headers of the protocol. All other headers are the client's metadata.
 _RESERVED = frozenset(
     {
         "te",
@@ -63,14 +63,14 @@ class MessageReader:
     def __init__(self, encoding: str, max_message: int) -> None:
         self._encoding = encoding
         self._max_message = max_message
-        # Of the incomplete message:
+        # State of the incomplete message.
         self._prefix = b""
         self._compressed = False
         self._parts: list[bytes] = []
         self._remaining = 0  # bytes
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages completed by `data`. Raises `MessageError`."""
+        """Return the messages completed by `data`. Raises `MessageError`."""
         size = len(data)
         if size >= _PREFIX_SIZE and not self._prefix and not data[0]:
             length = int.from_bytes(data[1:_PREFIX_SIZE], "big")
@@ -123,7 +123,7 @@ class MessageReader:
             raise MessageError(grpc.StatusCode.INTERNAL, "compressed message without grpc-encoding")
         decompressor = zlib.decompressobj(bits)
         try:
-            # One byte more than the limit, or zlib would not see the end of a message of the maximum size.
+            # One byte over the limit, so that zlib reaches the end of a message of the maximum size.
             plain = decompressor.decompress(message, self._max_message + 1)
         except zlib.error as error:
             raise MessageError(grpc.StatusCode.INTERNAL, f"cannot decompress message: {error}") from None
@@ -138,13 +138,13 @@ class MessageReader:
 
 
 def compress_message(message: bytes, level: int) -> tuple[bytes, bytes]:
-    """Prefix and gzip-compressed message."""
+    """Return the prefix and the gzip-compressed message."""
     message = gzip.compress(message, level, mtime=0)
     return b"\x01" + len(message).to_bytes(4, "big"), message
 
 
 def message_prefix(message: bytes) -> bytes:
-    """Prefix of an uncompressed message."""
+    """Return the prefix of an uncompressed message."""
     return b"\x00" + len(message).to_bytes(4, "big")
 
 
@@ -162,7 +162,7 @@ class CallHeaders:
 
     @classmethod
     def parse(cls, headers: Headers) -> CallHeaders:
-        """Raises `ValueError` for malformed gRPC headers."""
+        """Parse headers. Raises `ValueError` for malformed gRPC headers."""
         reserved: dict[str, str] = {}
         metadata: list[tuple[str, str | bytes]] = []
         for raw_name, raw_value in headers:
@@ -189,13 +189,13 @@ class CallHeaders:
 
     @property
     def is_grpc(self) -> bool:
-        """Whether the content type is gRPC's, with any serialization; grpc-web is not."""
+        """Whether the content type is that of gRPC, with any serialization, but not grpc-web."""
         prefix, rest = self.content_type[:16].lower(), self.content_type[16:17]
         return prefix == "application/grpc" and rest in ("", "+", ";")
 
 
 def status_trailers(code: grpc.StatusCode, message: str, metadata: Metadata = ()) -> bytes:
-    """Header block that ends a response."""
+    """Return the header block that ends a response."""
     if code is grpc.StatusCode.OK and not message and not metadata:
         return OK_TRAILERS
     fields = [
@@ -206,7 +206,7 @@ def status_trailers(code: grpc.StatusCode, message: str, metadata: Metadata = ()
 
 
 def http_status(status: int) -> bytes:
-    """Header block of a plain HTTP response."""
+    """Return the header block of a plain HTTP response."""
     return encode_headers([(b":status", str(status).encode())])
 
 
@@ -227,7 +227,7 @@ def encode_status_message(text: str) -> bytes:
 
 
 def _encode_metadata(metadata: Metadata) -> Iterator[tuple[bytes, bytes]]:
-    """Metadata as header fields."""
+    """Encode metadata as header fields."""
     for name, value in metadata:
         if name.endswith("-bin"):
             data = value if isinstance(value, bytes) else value.encode()
@@ -237,7 +237,7 @@ def _encode_metadata(metadata: Metadata) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _parse_timeout(text: str) -> float:
-    """Seconds of a grpc-timeout header. Raises `ValueError`."""
+    """Parse a grpc-timeout header into seconds. Raises `ValueError`."""
     unit, number = _SECONDS.get(text[-1:]), text[:-1]
     if unit is None or not (number.isascii() and number.isdigit()) or len(number) > 8:
         raise ValueError(f"malformed grpc-timeout '{text}'")

@@ -18,7 +18,7 @@ AsgiCallable = Callable[
 
 logger = logging.getLogger(__name__)
 
-# Written by the server.
+# Headers that the server writes.
 _HOP_HEADERS = frozenset({b"connection", b"transfer-encoding", b"date"})
 
 
@@ -26,7 +26,8 @@ class AsgiApp:
     """Wraps an ASGI application as a handler. Can be mounted on a router; the path is not rewritten.
 
     When the client disconnects, the application receives `http.disconnect` and its task is cancelled. `startup` and
-    `shutdown` run the lifespan; when several servers share the application, only the first and the last call count.
+    `shutdown` run the lifespan; if several servers share the application, only the first startup and the last
+    shutdown take effect.
     """
 
     def __init__(self, app: AsgiCallable) -> None:
@@ -119,7 +120,7 @@ class _Exchange:
             self._stream.finish()
 
     def result(self) -> HandlerResult:
-        """Handler result once the application has returned. Raises `RuntimeError` if the response is incomplete."""
+        """Return the result after the application has returned. Raises `RuntimeError` for an incomplete response."""
         if self._stream is not None and not self._complete.is_set():
             raise RuntimeError("the application ended without ending its response")
         return None
@@ -175,7 +176,7 @@ class _Lifespan:
         try:
             await self._app(scope, self._inbox.get, self._outbox.put)
         except Exception as error:
-            # By the specification, the application does not support the lifespan protocol.
+            # By the specification, this means that the application does not support the lifespan protocol.
             logger.debug("the application does not support the lifespan protocol: %r", error)
         finally:
             self._outbox.put_nowait({"type": "lifespan.ended"})

@@ -33,7 +33,7 @@ _EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) el
 
 
 class HttpConnection(asyncio.Protocol):
-    """Parses requests, runs the handler for one request after the other and writes the responses.
+    """Parses requests, runs the handler for one request at a time and writes the responses.
 
     EOF from the client counts as a disconnect: clients that half-close are rare, clients that disconnect while a
     model generates are not.
@@ -46,8 +46,8 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made
         # The current request and its response.
         self._request: Request | None = None
-        self._task: asyncio.Task[None] | None = None  # of a coroutine handler
-        self._pending: PendingResponse | None = None  # of a callback handler
+        self._task: asyncio.Task[None] | None = None  # task of a coroutine handler
+        self._pending: PendingResponse | None = None  # response of a callback handler
         self._streaming: StreamingResponse | None = None  # set once its head is sent
         self._remaining_length: int | None = None  # bytes left of its Content-Length
         self._chunked = False
@@ -59,7 +59,7 @@ class HttpConnection(asyncio.Protocol):
         self._lingering = False
         self._closing = False
         self._reading_paused = False
-        self._since = context.now  # last progress, for the timeouts
+        self._since = context.now  # time of the last progress, for the timeouts
 
     # asyncio.Protocol.
 
@@ -84,7 +84,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def eof_received(self) -> None:
-        self._handle_disconnect()  # now: connection_lost waits until the write buffer is flushed
+        self._handle_disconnect()  # not in connection_lost, which waits until the write buffer is flushed
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._handle_disconnect()
@@ -245,7 +245,7 @@ class HttpConnection(asyncio.Protocol):
     # Internal.
 
     def _process_requests(self) -> None:
-        """Handle parsed requests until one has no response yet, then the parser's rejection."""
+        """Handle parsed requests until a handler has not responded yet; at the end send the parser's rejection."""
         if self._in_process_requests:
             return  # called by a handler that responded synchronously; the loop below continues
         self._in_process_requests = True
@@ -322,7 +322,7 @@ class HttpConnection(asyncio.Protocol):
             self._context.tasks.discard(asyncio.current_task())
 
     def _done(self, request: Request) -> None:
-        """The response is complete. The task may continue, such as background work of an ASGI application."""
+        """Complete the response. The task may continue, for example background work of an ASGI application."""
         self._request = self._task = self._pending = None
         if self._streaming is not None:
             self._streaming = None

@@ -23,7 +23,8 @@ class Request:
     """An HTTP request with its complete body.
 
     `headers`: by lower-case name; repeated headers are joined by commas. `params`: path variables set by the router,
-    percent-decoded. `received_ns`: monotonic time of the first byte, 0 if not measured. `trace`: free for the handler.
+    percent-decoded. `received_ns`: monotonic time of the first byte, 0 if not measured. `trace`: set and used by
+    handlers.
     """
 
     __slots__ = (
@@ -69,12 +70,12 @@ class Request:
         return decode_path(self.raw_path)
 
     def header(self, name: str) -> str | None:
-        """Value of a header, None if absent."""
+        """Return the value of a header, or None if it is absent."""
         value = self.headers.get(name.lower().encode())
         return None if value is None else value.decode("latin-1")
 
     def header_items(self) -> Iterator[tuple[str, str]]:
-        """Name and value of every header."""
+        """Return name and value of every header."""
         for name, value in self.headers.items():
             yield name.decode("latin-1"), value.decode("latin-1")
 
@@ -153,7 +154,7 @@ class StreamingResponse:
 class PendingResponse:
     """Returned by a handler that responds later from a callback, without a task.
 
-    `on_disconnect`, if set, is called if the client disconnects before `send`; a later `send` does nothing.
+    `on_disconnect`, if set, is called if the client disconnects before `send`. A later `send` does nothing.
     """
 
     __slots__ = ("_request", "on_disconnect")
@@ -181,7 +182,7 @@ client disconnects before the response is complete.
 
 
 def split_target(target: bytes) -> tuple[bytes, bytes]:
-    """Path and query of a request target, which may be absolute (`http://host/path`). Raises `ValueError`."""
+    """Return path and query of a request target, which may be absolute (`http://host/path`). Raises `ValueError`."""
     if not target.startswith(b"/") and target != b"*":
         try:
             url = httptools.parse_url(target)
@@ -201,7 +202,7 @@ def decode_path(raw: bytes) -> str:
 def response_head(
     status: int, content_type: str | None, headers: Headers, length: int | None, date: str, connection: str
 ) -> bytes:
-    """Status line and headers. Raises `ValueError` for a header with a line break (header injection)."""
+    """Return the status line and headers. Raises `ValueError` for a header with a line break (header injection)."""
     line = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} Unknown\r\n"
     text = f"{line}date: {date}\r\n{connection}"
     if content_type is not None:
@@ -212,7 +213,7 @@ def response_head(
 
 
 def header_lines(headers: Headers) -> bytes:
-    """Header lines as sent. Raises `ValueError` for a header with a line break (header injection)."""
+    """Encode header lines. Raises `ValueError` for a header with a line break (header injection)."""
     text = ""
     for name, value in headers:
         if "\n" in value or "\r" in value or "\n" in name or "\r" in name:
@@ -222,15 +223,15 @@ def header_lines(headers: Headers) -> bytes:
 
 
 def json_response(value: object, status: int = 200, headers: Headers = ()) -> Response:
-    """`value` as a JSON response."""
+    """Create a JSON response with `value`."""
     return Response(orjson.dumps(value), status, JSON, headers)
 
 
 def error_response(status: int, message: str, headers: Headers = ()) -> Response:
-    """An error as a JSON response."""
+    """Create a JSON response for an error."""
     return Response(error_body(message), status, JSON, headers)
 
 
 def error_body(message: str) -> bytes:
-    """Body of an error response: `{"error": message}`."""
+    """Return the body of an error response: `{"error": message}`."""
     return orjson.dumps({"error": message})

@@ -25,7 +25,7 @@ class Phase(Enum):
     BODY = "body"
 
 
-IDLE, HEAD, BODY = Phase  # as globals: enum member lookup is slow
+IDLE, HEAD, BODY = Phase  # globals, since lookup of enum members is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class RequestParser:
         self._max_body = options.max_body
         self._max_head = options.max_head
         self._parser = httptools.HttpRequestParser(self)
-        # Once httptools has seen bytes, it may hold part of the next request.
+        # httptools may hold part of the next request after it has received bytes.
         self._use_fast_path = True
         self._ended = False
         self._head_started = False
@@ -108,9 +108,9 @@ class RequestParser:
         raise ValueError(message)
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Continue without the upgrade. Java's client offers h2c with its first request, which may have a body.
+        """Continue without the upgrade. Java's HTTP client offers h2c in its first request, which may have a body.
 
-        The C parser skips the body of an upgrade request, so a new parser gets the head without the Upgrade header.
+        The C parser skips the body of an upgrade request, so a new parser parses the head without the Upgrade header.
         """
         method = self._parser.get_method()
         self._parser = httptools.HttpRequestParser(self)

@@ -39,7 +39,7 @@ class Router:
 
     def __init__(self) -> None:
         self._root = _Node()
-        self._cache: dict[bytes, tuple[_Node, dict[str, str]]] = {}  # by path: clients use few distinct ones
+        self._cache: dict[bytes, tuple[_Node, dict[str, str]]] = {}  # by path; clients use few distinct paths
 
     def add(self, method: str, pattern: str, handler: Handler) -> None:
         """Route `method` on paths that match `pattern` to `handler`."""
@@ -72,7 +72,7 @@ class Router:
         return handler(request)
 
     def _mounted(self, segments: list[bytes]) -> Handler | None:
-        """The handler mounted at the longest prefix of the path."""
+        """Return the handler mounted at the longest prefix of the path."""
         node: _Node | None = self._root
         found = self._root.mounted
         for segment in segments[1:]:

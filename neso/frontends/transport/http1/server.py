@@ -25,11 +25,11 @@ def _json_error(status: int, message: str) -> bytes:
 class HttpServerOptions:
     """Sizes are in bytes, times in seconds. Port 0 selects a free port, see `HttpServer.port`.
 
-    `header_timeout`: from the first byte of a request to the end of its headers. `body_timeout`: longest pause within
-    a body. `write_timeout`: longest time that the write buffer may stay full. `linger`: how long a rejected client may
+    `header_timeout`: from the first byte of a request to the end of its headers. `body_timeout`: longest pause within a
+    body. `write_timeout`: longest time that the write buffer may stay full. `linger`: how long a rejected client may
     continue to send, so that it can read the error. `rejection_body(status, message)`: JSON body of errors raised
-    before the handler runs. `tls`: serve HTTPS; the handshake is limited by `header_timeout`. `reuse_port`: share the
-    port with other processes.
+    before the handler runs. `tls`: PEM files to serve HTTPS; the handshake is limited by `header_timeout`.
+    `reuse_port`: share the port with other processes.
     """
 
     host: str = "127.0.0.1"
@@ -60,7 +60,8 @@ class HttpServerOptions:
 class ServerContext:
     """State shared by the connections of one server.
 
-    `now` (monotonic seconds) and `date` (text of the Date header) are updated by `tick`, so reading them is free.
+    `now` (monotonic seconds) and `date` (text of the Date header) are updated by `tick`, so reading them costs no
+    system call.
     """
 
     def __init__(self, handler: Handler, options: HttpServerOptions, loop: asyncio.AbstractEventLoop) -> None:
@@ -85,7 +86,7 @@ class ServerContext:
         self._heads.clear()
 
     def cached_head(self, status: int, content_type: str | None) -> bytes:
-        """Head of a response without extra headers, up to the value of Content-Length."""
+        """Return the head of a response without extra headers, up to the value of Content-Length."""
         head = self._heads.get((status, content_type))
         if head is None:
             whole = response_head(status, content_type, (("content-length", ""),), None, self.date, "")
@@ -140,7 +141,7 @@ class HttpServer:
         self._tick()
 
     async def stop(self, grace: float = 30.0) -> None:
-        """Stop accepting requests, wait up to `grace` seconds for those in flight, abort the rest."""
+        """Stop accepting requests, wait up to `grace` seconds for requests in flight, then abort the rest."""
         if self._server is None or self._context is None:
             return
         context = self._context

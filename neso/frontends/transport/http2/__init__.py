@@ -1,4 +1,4 @@
-"""HTTP/2 server on asyncio (RFC 9113): connections, streams and flow control. Header decompression is by hpack."""
+"""HTTP/2 server on asyncio (RFC 9113): connections, streams and flow control. hpack decodes header blocks."""
 
 from neso.frontends.transport.http2.connection import Http2Connection, ServerContext
 from neso.frontends.transport.http2.frames import ErrorCode

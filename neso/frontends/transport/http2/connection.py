@@ -28,8 +28,8 @@ _HTTP1_RESPONSE = (
     b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain\r\nContent-Length: 35\r\n\r\n"
     b"This port speaks HTTP/2 only, gRPC\n"
 )
-_MAX_BYTES_PER_TURN = 64 << 10  # of one stream, before the next stream sends
-_MAX_UNSENT = 16 << 20  # bytes of control frames buffered for a client that does not read
+_MAX_BYTES_PER_TURN = 64 << 10  # bytes that one stream sends before the next stream
+_MAX_UNSENT = 16 << 20  # bytes of control frames that are buffered for a client that does not read
 _LINGER = 1.0  # seconds; closing a socket with unread data discards what was sent
 
 
@@ -47,7 +47,7 @@ class ServerContext:
 class Http2Connection(asyncio.Protocol):
     """Parses frames, passes requests to the application and sends the data of its streams."""
 
-    # Created in `connection_made`.
+    # Set in `connection_made`.
     writer: FrameWriter
     keepalive: Keepalive
     graceful_goaway: GracefulGoAway
@@ -159,7 +159,7 @@ class Http2Connection(asyncio.Protocol):
         return size <= self.send_window and size <= self.max_frame and self.writer.writable
 
     def header_frames(self, number: int, block: bytes, flags: int) -> bytes:
-        """The frames of a header block on stream `number`."""
+        """Return the frames of a header block on stream `number`."""
         settings = self.peer_settings
         if settings.table_update:
             block, settings.table_update = settings.table_update + block, b""
@@ -183,7 +183,7 @@ class Http2Connection(asyncio.Protocol):
     # Called by the frame handler.
 
     def open_stream(self, number: int, end: bool, headers: Headers, length: int | None) -> None:
-        """Start a request. `end`: it has no body. `length`: its Content-Length."""
+        """Start a request. `end`: the request has no body. `length`: its Content-Length."""
         options = self.options
         if (
             self._refuse_streams
@@ -199,12 +199,12 @@ class Http2Connection(asyncio.Protocol):
             stream.events.on_end()
 
     def increase_send_window(self, increment: int) -> None:
-        """The client sent a WINDOW_UPDATE for the connection."""
+        """Handle a WINDOW_UPDATE for the connection."""
         self.send_window += increment
         self._send_ready_streams()
 
     def refuse_new_streams(self) -> None:
-        """Refuse new streams; close once the open ones have ended."""
+        """Refuse new streams; close when all open streams have ended."""
         self._refuse_streams = True
         if not self.streams:
             self._close()
@@ -222,7 +222,7 @@ class Http2Connection(asyncio.Protocol):
         self.refuse_new_streams()
 
     def _close(self) -> None:
-        """Flush the write buffer, then close when the client closes or `_LINGER` has passed."""
+        """Flush the write buffer, then close when the client closes or `_LINGER` seconds have passed."""
         if self._closed:
             return
         self._closed = True

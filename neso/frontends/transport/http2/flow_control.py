@@ -21,12 +21,12 @@ class ReceiveWindow:
         self._consumed = 0
 
     def receive(self, size: int) -> bool:
-        """Account for received bytes. False if they exceed the window."""
+        """Account for received bytes. Returns False if they exceed the window."""
         self._available -= size
         return self._available >= 0
 
     def consume(self, size: int) -> int:
-        """Account for processed bytes. Returns the WINDOW_UPDATE increment to send now, 0 for none."""
+        """Account for processed bytes. Returns the WINDOW_UPDATE increment to send now; 0: send no update."""
         consumed = self._consumed + size
         if consumed * 2 < self._size:
             self._consumed = consumed
@@ -69,7 +69,7 @@ class FrameWriter:
             self._flush(corked)
 
     def write_large(self, head: bytes, data: memoryview) -> None:
-        """Send a frame without copying its payload if that is large."""
+        """Send a frame. A large payload is not copied."""
         if len(data) < _LARGE:
             self.write(head + data)
             return
@@ -83,25 +83,25 @@ class FrameWriter:
         self._corked = []
 
     def uncork(self) -> None:
-        """Send the frames held back."""
+        """Send the held-back frames."""
         corked, self._corked = self._corked, None
         if corked and not self._closed:
             self._flush(corked)
 
     def close(self) -> None:
-        """Send the frames held back; later writes are dropped."""
+        """Send the held-back frames; later writes are dropped."""
         self.uncork()
         self._closed = True
 
     def pause(self) -> None:
-        """The transport's write buffer is full."""
+        """Handle a full write buffer of the transport."""
         self.writable = False
         self._writable.clear()
         if self._stall_timer is None:
             self._start_stall_timer()
 
     def resume(self) -> None:
-        """The transport's write buffer has room again."""
+        """Resume writing: the transport's write buffer has room again."""
         self.writable = True
         self.wake_waiters()
 
@@ -111,7 +111,7 @@ class FrameWriter:
         return self._transport.get_write_buffer_size()
 
     async def wait_writable(self) -> None:
-        """Wait for room in the write buffer, or the end of the connection."""
+        """Wait until the write buffer has room or the connection ends."""
         if not self.writable:
             await self._writable.wait()
 

@@ -64,7 +64,7 @@ class FrameHandler:
             self._reset_stream(number, error)
 
     def _complete_handshake(self, kind: int, flags: int) -> None:
-        """Check that the first frame is SETTINGS, and send the server's, which HTTP/1 clients must not see."""
+        """Check that the first frame is SETTINGS, then send the server's, which HTTP/1 clients must not receive."""
         if kind != frames.SETTINGS or flags & frames.ACK:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
         self.settings_received = True
@@ -82,7 +82,7 @@ class FrameHandler:
 
     def _reset_stream(self, number: int, error: Http2StreamError) -> None:
         logger.debug("HTTP/2 stream %d of %s ends: %s", number, self._connection.peer, error)
-        self._resets.consume()  # costs the same as a reset by the client
+        self._resets.consume()  # as costly as a reset by the client
         stream = self._connection.streams.get(number)
         if stream is None:
             self._connection.writer.write(frames.reset_frame(number, error.code))
@@ -104,7 +104,7 @@ class FrameHandler:
         stream = self._connection.streams.get(number)
         if stream is None:
             self._check_not_idle(number)
-            return  # closed locally; the client may not know yet
+            return  # closed locally; the client may not have been notified yet
         stream.receive_data(size, len(data), bool(flags & END_STREAM))
         if data:
             stream.events.on_data(data)
@@ -124,7 +124,7 @@ class FrameHandler:
             self._on_header_block(headers_flags, number, block)
 
     def _on_header_block(self, flags: int, number: int, block: bytes) -> None:
-        """Open a new stream, or end one with trailers. `flags`: of the HEADERS frame."""
+        """Open a new stream, or end an open stream with trailers. `flags`: of the HEADERS frame."""
         if number % 2 == 0:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, f"client opens stream {number}")
         headers = self._decoder.decode(block)

@@ -87,7 +87,7 @@ class FrameReader:
         self.preface_received = False
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
-        """Type, flags, stream id and payload of each complete frame.
+        """Yield type, flags, stream id and payload of each complete frame.
 
         Raises `PrefaceError`, and `Http2ConnectionError` for a frame that is too large.
         """
@@ -124,12 +124,12 @@ class FrameReader:
 
 
 def frame_header(length: int, kind: int, flags: int, stream: int) -> bytes:
-    """The nine bytes before a frame's payload. `kind`: frame type."""
+    """Encode the nine-byte frame header. `kind`: frame type."""
     return _WRITE_HEADER.pack(length >> 8, length & 0xFF, kind, flags, stream)
 
 
 def settings_frame(settings: dict[int, int]) -> bytes:
-    """A SETTINGS frame."""
+    """Encode a SETTINGS frame."""
     payload = b"".join(_SETTING.pack(name, value) for name, value in settings.items())
     return frame_header(len(payload), SETTINGS, 0, 0) + payload
 
@@ -138,29 +138,29 @@ SETTINGS_ACK = b"\0\0\0\x04\x01\0\0\0\0"
 
 
 def parse_settings(payload: bytes) -> dict[int, int]:
-    """Values by identifier; the last value of a repeated one wins. Raises `Http2ConnectionError`."""
+    """Parse values by identifier; the last value of a repeated identifier wins. Raises `Http2ConnectionError`."""
     if len(payload) % _SETTING.size:
         raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS with an invalid length")
     return dict(_SETTING.iter_unpack(payload))
 
 
 def window_update(stream: int, increment: int) -> bytes:
-    """A WINDOW_UPDATE frame; stream 0 means the connection."""
+    """Encode a WINDOW_UPDATE frame; stream 0 means the connection."""
     return frame_header(4, WINDOW_UPDATE, 0, stream) + increment.to_bytes(4, "big")
 
 
 def reset_frame(stream: int, code: ErrorCode) -> bytes:
-    """An RST_STREAM frame."""
+    """Encode an RST_STREAM frame."""
     return frame_header(4, RST_STREAM, 0, stream) + code.to_bytes(4, "big")
 
 
 def ping_frame(payload: bytes, flags: int = 0) -> bytes:
-    """A PING frame; the payload is eight bytes."""
+    """Encode a PING frame; the payload is eight bytes."""
     return frame_header(8, PING, flags, 0) + payload
 
 
 def header_frames(stream: int, block: bytes, flags: int, max_frame: int) -> bytes:
-    """A header block as a HEADERS frame, followed by CONTINUATION frames if it exceeds `max_frame`."""
+    """Encode a header block as a HEADERS frame, followed by CONTINUATION frames if it exceeds `max_frame`."""
     if len(block) <= max_frame:
         return frame_header(len(block), HEADERS, flags | END_HEADERS, stream) + block
     pieces = [block[pos : pos + max_frame] for pos in range(0, len(block), max_frame)]
@@ -171,13 +171,13 @@ def header_frames(stream: int, block: bytes, flags: int, max_frame: int) -> byte
 
 
 def goaway_frame(last_stream: int, code: ErrorCode, message: str = "") -> bytes:
-    """A GOAWAY frame."""
+    """Encode a GOAWAY frame."""
     payload = last_stream.to_bytes(4, "big") + code.to_bytes(4, "big") + message.encode()
     return frame_header(len(payload), GOAWAY, 0, 0) + payload
 
 
 def strip_padding(payload: bytes, flags: int) -> bytes:
-    """The payload of a DATA or HEADERS frame without its padding. Raises `Http2ConnectionError`."""
+    """Return the payload of a DATA or HEADERS frame without its padding. Raises `Http2ConnectionError`."""
     if not flags & PADDED:
         return payload
     if not payload:

@@ -27,7 +27,7 @@ Fields = Iterable[tuple[bytes, bytes]]
 
 
 class Headers(list[tuple[bytes, bytes]]):
-    """Names and values of a request, in order. Requests with the same block on a connection share one instance.
+    """Names and values of a request, in order. Requests of a connection with identical blocks share one instance.
 
     `parsed`: cache for the application, None at first.
     """
@@ -41,7 +41,7 @@ class Headers(list[tuple[bytes, bytes]]):
         self._length: int | None = None
 
     def validate_request(self) -> int | None:
-        """Content-Length of the request, None without one. Raises `Http2StreamError` for invalid request headers."""
+        """Return the Content-Length or None. Raises `Http2StreamError` for invalid request headers."""
         if self._error is None:
             try:
                 self._length = _content_length(self)
@@ -65,7 +65,7 @@ class HeaderDecoder:
         self._cache: dict[bytes, Headers] = {}
 
     def decode(self, block: bytes) -> Headers:
-        """Names and values, in order. Raises `Http2ConnectionError`: the dynamic tables may be out of sync."""
+        """Decode names and values, in order. Raises `Http2ConnectionError`: the dynamic tables may be out of sync."""
         cached = self._cache.get(block)
         if cached is not None:
             return cached
@@ -96,19 +96,19 @@ def changes_dynamic_table(block: bytes) -> bool:
             return True
         else:  # literal without indexing, or never indexed
             name_index, pos = _read_integer(block, pos, 0x0F)
-            for _ in range(1 if name_index else 2):  # value, preceded by the name if that is not indexed
+            for _ in range(1 if name_index else 2):  # value, preceded by the name unless the name is indexed
                 length, pos = _read_integer(block, pos, 0x7F)
                 pos += length
     return False
 
 
 def encode_headers(headers: Fields) -> bytes:
-    """A header block of literals without indexing, which is valid on any connection."""
+    """Encode a header block as literals without indexing, which is valid on any connection."""
     return b"".join(b"\x00" + _length(name) + name + _length(value) + value for name, value in headers)
 
 
 class HeaderBlockReader:
-    """Joins a HEADERS frame and its CONTINUATION frames. `max_size`: of a block, in bytes.
+    """Joins a HEADERS frame and its CONTINUATION frames. `max_size`: bytes per block.
 
     `open`: stream id and flags of an incomplete block, whose next frame must be a CONTINUATION; None otherwise.
     """
@@ -119,7 +119,7 @@ class HeaderBlockReader:
         self.open: tuple[int, int] | None = None
 
     def on_headers(self, flags: int, stream: int, payload: bytes) -> bytes | None:
-        """The block if the HEADERS frame completes it. Raises `Http2ConnectionError`."""
+        """Return the block if the HEADERS frame completes it. Raises `Http2ConnectionError`."""
         if flags & frames.PADDED:
             payload = frames.strip_padding(payload, flags)
         if flags & frames.HAS_PRIORITY:
@@ -133,7 +133,7 @@ class HeaderBlockReader:
         return None
 
     def on_continuation(self, flags: int, stream: int, payload: bytes) -> tuple[int, bytes] | None:
-        """Flags of the HEADERS frame and the block, if the CONTINUATION frame completes it.
+        """Return flags of the HEADERS frame and the block, if the CONTINUATION frame completes it.
 
         Raises `Http2ConnectionError`.
         """
@@ -151,13 +151,13 @@ class HeaderBlockReader:
 
 
 def trailers_error(fields: Fields) -> str | None:
-    """Why trailers are invalid (RFC 9113, section 8.1), None if they are valid."""
+    """Return why trailers are invalid (RFC 9113, section 8.1), or None if they are valid."""
     errors = (_field_error(name, value) for name, value in fields)
     return next((error for error in errors if error is not None), None)
 
 
 def _request_error(fields: Fields) -> str | None:
-    """Why the headers of a request are invalid (RFC 9113, sections 8.2 and 8.3), None if they are valid."""
+    """Return why request headers are invalid (RFC 9113, sections 8.2 and 8.3), or None if they are valid."""
     pseudo: dict[bytes, bytes] = {}
     regular = False
     for name, value in fields:
@@ -174,7 +174,7 @@ def _request_error(fields: Fields) -> str | None:
 
 
 def _content_length(fields: Fields) -> int | None:
-    """Value of Content-Length, None without one. Raises `ValueError`."""
+    """Return the value of Content-Length, or None if it is absent. Raises `ValueError`."""
     values = {value for name, value in fields if name == b"content-length"}
     if not values:
         return None
@@ -192,7 +192,7 @@ def _field_error(name: bytes, value: bytes) -> str | None:
 
 
 def _read_integer(block: bytes, pos: int, mask: int) -> tuple[int, int]:
-    """The integer at `pos` with the prefix selected by `mask`, and the position after it (RFC 7541, section 5.1)."""
+    """Decode the integer at `pos` with prefix `mask`; also return the position after it (RFC 7541, section 5.1)."""
     value = block[pos] & mask
     pos += 1
     if value < mask:
@@ -208,7 +208,7 @@ def _read_integer(block: bytes, pos: int, mask: int) -> tuple[int, int]:
 
 
 def _length(data: bytes) -> bytes:
-    """Length of a string literal without Huffman coding: an integer with a 7-bit prefix (RFC 7541, section 5.1)."""
+    """Decode the length of a string literal without Huffman coding: an integer with a 7-bit prefix."""
     value = len(data)
     if value < 127:
         return bytes((value,))

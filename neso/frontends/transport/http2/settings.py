@@ -14,7 +14,7 @@ from neso.frontends.transport.http2.frames import (
 )
 
 _DEFAULT_TABLE_SIZE = 4096
-_SET_TABLE_SIZE_0 = b"\x20"  # HPACK dynamic table size update; the encoder here does not use the table
+_SET_TABLE_SIZE_0 = b"\x20"  # HPACK dynamic table size update; the encoder does not use the table
 _MAX_FRAME = 1 << 20  # a larger frame gains nothing and delays the other streams
 
 
@@ -23,7 +23,7 @@ class Http2Options:
     """Sizes are in bytes, times in seconds.
 
     `max_streams`: concurrent streams of a connection. `max_queued`: new requests are refused while more response data
-    than this waits for the client. `write_timeout`: a client that reads nothing for this long while the `write_buffer`
+    than this is queued. `write_timeout`: a client that reads nothing for this long while the `write_buffer`
     is full is disconnected. `handshake_timeout`: time for a new connection to send its preface and SETTINGS.
 
     `keepalive_time`: a client silent for this long gets a PING and has `keepalive_timeout` to respond. A client that
@@ -52,7 +52,7 @@ class Http2Options:
 
 
 class PeerSettings:
-    """Settings of the client. `table_update` must precede the next header block sent, if not empty."""
+    """Settings of the client. `table_update`, if not empty, must precede the next header block sent."""
 
     def __init__(self) -> None:
         self.initial_window = DEFAULT_WINDOW

@@ -33,7 +33,7 @@ class StreamEvents(Protocol):
         """The body is complete."""
 
     def on_reset(self) -> None:
-        """The client reset the stream or disconnected. Nothing can be sent any more."""
+        """The client reset the stream or disconnected. No more data can be sent."""
 
 
 class Application(Protocol):
@@ -45,7 +45,7 @@ class Application(Protocol):
 class Http2Stream:
     """Sends the application's data within the client's flow-control windows. Created by the connection.
 
-    `local_closed`: the server sends nothing more. `remote_closed`: the client sends nothing more.
+    `local_closed`: the server's side is closed. `remote_closed`: the client's side is closed.
     """
 
     __slots__ = (
@@ -71,8 +71,10 @@ class Http2Stream:
         self.local_closed = False
         self.remote_closed = False
         self._receive_window = ReceiveWindow(connection.options.stream_window)
-        self._remaining_length = length  # bytes left of the request's Content-Length, None without one
-        self._queue: deque[memoryview] | None = None  # data waiting for the windows or the write buffer
+        self._remaining_length = length  # bytes left of the request's Content-Length, None if absent
+        self._queue: deque[memoryview] | None = (
+            None  # data that does not fit the windows or the write buffer yet
+        )
         self._trailers: bytes | None = None  # sent after the queue
         self._drained: asyncio.Future[None] | None = None
 
@@ -83,7 +85,7 @@ class Http2Stream:
     # Called by the application.
 
     def send(self, head: bytes | None, data: bytes, trailers: bytes | None) -> None:
-        """Send a header block, data, and the block that ends the stream; each is optional (b"" for no data)."""
+        """Send a header block, data, and the trailer block that ends the stream; each is optional (b"": no data)."""
         if self.local_closed or self._trailers is not None:
             return
         connection = self._connection
@@ -154,7 +156,7 @@ class Http2Stream:
             self.consumed(frame_size - data_size)
 
     def close_remote(self) -> None:
-        """The client ended the stream. Raises `Http2StreamError` if the body is too short."""
+        """Handle the end of the request body. Raises `Http2StreamError` if the body is too short."""
         self.remote_closed = True
         if self._remaining_length:
             raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "body shorter than content-length")

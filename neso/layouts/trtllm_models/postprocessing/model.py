@@ -57,9 +57,9 @@ class TritonPythonModel:
         return texts
 
     def decode_continuation(self, preceding_ids, ids):
-        """Decode a chunk of a stream, given the tokens before it: keeps the space before its first word.
+        """Decode a chunk of a stream, given the preceding tokens, to keep the space before its first word.
 
-        An incomplete UTF-8 character at the end is left to the chunk that completes it.
+        An incomplete UTF-8 character at the end is omitted; the chunk that completes it contains the character.
         """
         detokenizer = self.tokenizer.detokenizer(
             skip_special_tokens=self.skip_special_tokens, prompt_token_ids=preceding_ids

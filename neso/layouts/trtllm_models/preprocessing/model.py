@@ -42,9 +42,9 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
 
     def preprocess(self, inputs):
-        """Map inputs to outputs, both arrays by name with a batch dimension.
+        """Map inputs to outputs. Both are arrays by name, with a batch dimension.
 
-        Outputs of absent optional inputs are left out.
+        Outputs of absent optional inputs are omitted.
         """
         batch_size = len(inputs["QUERY"])
         if not batch_size:
@@ -70,15 +70,15 @@ class TritonPythonModel:
         return outputs
 
     def encode(self, name, inputs):
-        """Tokenize an input: ids int32[batch, longest], padded on the right, and lengths int32[batch, 1]."""
+        """Tokenize an input. Returns ids int32[batch, longest], padded on the right, and lengths int32[batch, 1]."""
         texts = [decode_text(name, text) for text in inputs[name].flat]
         ids = self.tokenizer.encode_batch(texts, add_special_tokens=self.add_special_tokens)
         return pad(ids, self.pad_id), np.array([[len(row)] for row in ids], np.int32)
 
     def encode_words(self, name, inputs, batch_size):
-        """Word lists int32[batch, 2, longest]: concatenated token ids, and the end offset of each word (-1: none).
+        """Return word lists int32[batch, 2, longest]: concatenated token ids, and end offset of each word (-1: none).
 
-        Each word is listed with and without a leading space, because these are different tokens.
+        Each word is included with and without a leading space, because these are different tokens.
         """
         if name not in inputs:
             return np.zeros((batch_size, 2, 0), np.int32)
@@ -95,7 +95,7 @@ class TritonPythonModel:
         return [variant for variant in dict.fromkeys(map(tuple, ids)) if variant]
 
     def logit_biases(self, inputs, batch_size):
-        """float32[batch, vocab_size]; float32[batch, 0] without biases."""
+        """Return float32[batch, vocab_size]; float32[batch, 0] without biases."""
         words, weights = inputs.get("EMBEDDING_BIAS_WORDS"), inputs.get("EMBEDDING_BIAS_WEIGHTS")
         if words is None and weights is None:
             return np.zeros((batch_size, 0), np.float32)
@@ -120,7 +120,7 @@ def decode_text(name, data):
 
 
 def pad(rows, value, length=None):
-    """int32[len(rows), length], padded on the right; `length` defaults to the longest row."""
+    """Return int32[len(rows), length], padded on the right; `length` defaults to the longest row."""
     length = max(map(len, rows)) if length is None else length
     array = np.full((len(rows), length), value, np.int32)
     for target, row in zip(array, rows, strict=True):
@@ -129,6 +129,6 @@ def pad(rows, value, length=None):
 
 
 def read_vocab_size(model_path):
-    """Vocabulary size of the checkpoint, which may exceed the tokenizer's; 0 if unknown."""
+    """Read the vocabulary size of the checkpoint, which can exceed the tokenizer's; 0 if unknown."""
     path = Path(model_path) / "config.json"
     return int(json.loads(path.read_text()).get("vocab_size", 0)) if path.is_file() else 0

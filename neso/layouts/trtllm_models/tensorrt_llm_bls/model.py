@@ -1,4 +1,4 @@
-"""Triton Python model: text to text, by BLS calls to preprocessing, tensorrt_llm and postprocessing.
+"""Triton Python model: text to text, with BLS calls to preprocessing, tensorrt_llm and postprocessing.
 
 Differences from the ensemble: stop words match anywhere in the text, and a draft model can be used for speculative
 decoding (`num_draft_tokens`). One instance processes any number of requests concurrently.
@@ -97,7 +97,7 @@ class TritonPythonModel:
                 yield outputs
 
     async def generate_row(self, inputs, request_id, extra_outputs):
-        """`generate` for one text: all arrays have a batch dimension of 1. `extra_outputs`: added to each response."""
+        """Like `generate`, for one text: all arrays have batch dimension 1. `extra_outputs`: added to each response."""
         prepared = await self.pipeline.preprocess(inputs)
         text_output = self.make_text_output(inputs, prepared)
         if read_flag(inputs, "num_draft_tokens"):
@@ -138,14 +138,14 @@ class TritonPythonModel:
         return {"text_output": np.array([text.encode() for text in texts], np.object_), **passed}
 
     def add_batch_dim(self, array):
-        """Also restores the dimension of inputs with `reshape { shape: [ ] }`."""
+        """Add a batch dimension. Also restores the dimension of inputs with `reshape { shape: [ ] }`."""
         if not self.has_batch_dim:
             array = array[None]
         return array[:, None] if array.ndim == 1 else array
 
 
 def read_token_ids(outputs):
-    """Token ids of each sequence in a response of tensorrt_llm."""
+    """Return the token ids of each sequence in a response of tensorrt_llm."""
     lengths = outputs["sequence_length"].flat
     return [ids[:length].tolist() for ids, length in zip(outputs["output_ids"][0], lengths, strict=True)]
 
@@ -159,7 +159,7 @@ def make_response(outputs):
 
 
 async def merge(iterators):
-    """Yield the items of several async iterators as they arrive. An error of one closes all."""
+    """Yield the items of several async iterators as they arrive. An error in one iterator closes all."""
     queue = asyncio.Queue()
 
     async def drain(iterator):
@@ -191,7 +191,7 @@ async def merge(iterators):
 
 
 def join_responses(responses):
-    """Concatenate responses to one, ordered by batch index and sequence index."""
+    """Concatenate responses into one response, ordered by batch index and sequence index."""
     responses = sorted(
         responses,
         key=lambda outputs: (read_index(outputs, "batch_index"), read_index(outputs, "sequence_index")),

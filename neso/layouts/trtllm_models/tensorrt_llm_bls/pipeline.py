@@ -32,7 +32,7 @@ FROM_PREPROCESSING = {
     "OUT_PAD_ID": "pad_id",
     "OUT_PROMPT_TABLE_EXTRA_IDS": "prompt_table_extra_ids",
 }
-# Inputs with another name in tensorrt_llm. All other inputs are passed on under the same name.
+# Inputs with a different name in tensorrt_llm. All other inputs keep their names.
 RENAMED = {
     "stream": "streaming",
     "top_k": "runtime_top_k",
@@ -71,7 +71,7 @@ class Pipeline:
 
     @asynccontextmanager
     async def generate(self, prepared, request_id, model=None):
-        """Async iterator over the outputs of tensorrt_llm. Leaving the context cancels the generation."""
+        """Return an async iterator over the outputs of tensorrt_llm. Leaving the context cancels the generation."""
         request = self.make_request(model or self.generation, prepared, request_id)
         responses = await request.async_exec(decoupled=True)
         try:
@@ -113,7 +113,7 @@ class Pipeline:
         texts = iter(await self.postprocess(sequences))
         for call_sequences, future in pending:
             call_texts = list(islice(texts, len(call_sequences)))
-            if not future.done():  # done: the request was cancelled
+            if not future.done():  # a future is done if its request was cancelled
                 future.set_result(call_texts)
 
     async def postprocess(self, sequences):
@@ -141,13 +141,13 @@ def read_flag(inputs, name):
 
 
 def read_prompt(prepared):
-    """Token ids of the prompt in the inputs of tensorrt_llm."""
+    """Return the token ids of the prompt from the inputs of tensorrt_llm."""
     length = int(prepared["input_lengths"].flat[0])
     return prepared["input_ids"][0, :length].tolist()
 
 
 def read_arrays(response):
-    """Output arrays by name. Raises `RequestError` if the response is an error."""
+    """Return the output arrays by name. Raises `RequestError` if the response is an error."""
     if response.has_error():
         raise RequestError(response.error())
     return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}

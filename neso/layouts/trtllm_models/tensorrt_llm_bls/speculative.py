@@ -1,8 +1,8 @@
 """Speculative decoding with a separate draft model.
 
-Each round, the draft model proposes up to `num_draft_tokens` tokens; tensorrt_llm accepts a prefix of them and adds
-one token of its own. Greedy results equal those of tensorrt_llm alone. With `use_draft_logits`, tokens are sampled and
-accepted so that they follow tensorrt_llm's distribution.
+In each round, the draft model proposes up to `num_draft_tokens` tokens; tensorrt_llm accepts a prefix of them and
+generates one more token. Greedy results equal the results of tensorrt_llm alone. With `use_draft_logits`, tokens are
+sampled and accepted so that they follow tensorrt_llm's distribution.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from pipeline import RequestError, read_flag, read_prompt
 
 
 async def generate_with_draft(pipeline, inputs, prepared, request_id):
-    """Generate a whole completion: outputs of tensorrt_llm. Raises `RequestError` for unsupported inputs."""
+    """Generate a whole completion; returns tensorrt_llm's outputs. Raises `RequestError` for unsupported inputs."""
     check_inputs(pipeline, inputs)
     rounds = SpeculativeRounds(pipeline, prepared, request_id, read_flag(inputs, "use_draft_logits"))
     max_tokens = int(prepared["request_output_len"].flat[0])
@@ -43,7 +43,7 @@ def check_inputs(pipeline, inputs):
 
 
 class SpeculativeRounds:
-    """Requests to the draft model and to tensorrt_llm that continue from the tokens generated so far."""
+    """Requests to the draft model and to tensorrt_llm, each continuing from the tokens generated so far."""
 
     def __init__(self, pipeline, prepared, request_id, use_logits):
         self.pipeline, self.prepared = pipeline, prepared
@@ -53,7 +53,7 @@ class SpeculativeRounds:
         self.echo_prompt = False
 
     async def propose(self, generated, count):
-        """Draft tokens and, with `use_logits`, the logits [tokens, vocab_size] they were sampled from."""
+        """Return draft tokens and, with `use_logits`, the logits [tokens, vocab_size] that they were sampled from."""
         inputs = self.make_inputs(generated, count)
         if self.use_logits:
             inputs["return_generation_logits"] = np.array([[True]])
@@ -63,7 +63,7 @@ class SpeculativeRounds:
         return draft, logits
 
     async def verify(self, generated, draft, logits):
-        """The accepted draft tokens and one more token; empty if the sequence has ended."""
+        """Return the accepted draft tokens and one more token; empty if the sequence has ended."""
         inputs = self.make_inputs(generated, len(draft) + 1)
         if draft:
             inputs["draft_input_ids"] = np.array([draft], np.int32)
@@ -90,18 +90,18 @@ class SpeculativeRounds:
                 remaining = int(self.prepared[name].flat[0]) - len(generated)
                 changed[name] = np.array([[min(max(remaining, 0), max_tokens)]], np.int32)
         for name in ("random_seed", "seed"):
-            if name in self.prepared:  # the same seed in each round would repeat the same draws
+            if name in self.prepared:  # the same seed in each round would repeat the same random numbers
                 changed[name] = self.prepared[name] + np.uint64(len(generated))
         return self.prepared | changed
 
     def read_new_tokens(self, generated, outputs):
-        """Output tokens without the echoed prompt, if the model echoes it."""
+        """Return the output tokens, without the prompt if the model echoes it."""
         ids = outputs["output_ids"][0, 0, : int(outputs["sequence_length"].flat[0])].tolist()
         context = self.prompt + generated
         return ids[len(context) :] if ids[: len(context)] == context else ids
 
     def append(self, generated, new):
-        """All tokens up to the first stop word, which may span rounds, and whether the sequence is finished."""
+        """Return all tokens up to the first stop word, which can span rounds, and whether the sequence is finished."""
         tokens = generated + new
         for end in range(len(generated) + 1, len(tokens) + 1):
             for word in self.stop_words:
@@ -122,7 +122,7 @@ class SpeculativeRounds:
 
 
 def read_word_list(array):
-    """Words in int32[1, 2, length]: concatenated token ids, and the end offset of each word, then -1."""
+    """Read the words in int32[1, 2, length]: concatenated token ids, and the end offset of each word, then -1."""
     words, start = [], 0
     for end in [] if array is None else array[0, 1].tolist():
         if end < 0:

@@ -8,7 +8,7 @@ class TextOutput:
     """Converts responses of tensorrt_llm to texts, for all sequences of one request.
 
     - decode: coroutine function, from lists of token ids to texts
-    - accumulate: each response of a stream has the whole text so far, not only the new part
+    - accumulate: each response of a stream contains the whole text so far, not only the new part
     """
 
     def __init__(self, decode, prompt, stop_words, *, streaming, accumulate, num_sequences):
@@ -23,7 +23,7 @@ class TextOutput:
         return len(stopped) == self.num_sequences and all(stopped)
 
     async def add(self, sequence_index, sequences):
-        """Texts of a response: one for a chunk of a stream, else one per sequence. None: the stream has stopped."""
+        """Return the texts of a response: one for a stream chunk, otherwise one per sequence. None if stopped."""
         if not (self.streaming and len(sequences) == 1):
             return await self.decode_whole(sequences)
         stream = self.streams.get(sequence_index)
@@ -35,7 +35,7 @@ class TextOutput:
         return [stream.text if self.accumulate else new]
 
     async def finish(self):
-        """Texts that streams have held back, by sequence index."""
+        """Return the texts that streams have held back, by sequence index."""
         held_back = {index: await stream.finish() for index, stream in self.streams.items()}
         return {
             index: [self.streams[index].text if self.accumulate else text]
@@ -44,7 +44,7 @@ class TextOutput:
         }
 
     async def decode_whole(self, sequences):
-        """Decode with the prompt in front, because the text of a token can depend on the token before it."""
+        """Decode with the prompt as prefix, because the text of a token can depend on the preceding token."""
         prompt = self.prompt
         with_prompt = [ids if ids[: len(prompt)] == prompt else prompt + ids for ids in sequences]
         prompt_text, *texts = await self.decode([prompt, *with_prompt])
@@ -58,9 +58,9 @@ class TextOutput:
 class TextStream:
     """Incremental detokenizer of one sequence: emits complete characters, with the spaces between words.
 
-    The text of a token can depend on the token before it. So the pending tokens are decoded together with the last
-    emitted ones, and the new text is the difference to decoding the emitted ones alone. Emitted text is never
-    changed; text after a stop word is dropped.
+    The text of a token can depend on the preceding token. Therefore pending tokens are decoded together with the last
+    emitted tokens; the new text is the difference to the text of the emitted tokens alone. Emitted text never changes;
+    text after a stop word is dropped.
     """
 
     def __init__(self, decode, prompt, stop_words):
@@ -83,7 +83,7 @@ class TextStream:
         return self.emit(await self.decode_pending(len(self.pending))) if self.pending else ""
 
     async def decode_pending(self, count):
-        """Text of the first `count` pending tokens. They stay pending if they end within a character."""
+        """Return the text of the first `count` pending tokens. They stay pending if they end within a character."""
         before, after = await self.decode([self.context, self.context + self.pending[:count]])
         text = added_text(before, after)
         if not text.endswith(REPLACEMENT):
@@ -91,7 +91,7 @@ class TextStream:
         return text
 
     async def decode_complete_characters(self, text):
-        """`text` without its incomplete last character, unless that has so many tokens that it is invalid."""
+        """Return `text` without its incomplete last character, unless that has so many tokens that it is invalid."""
         for left_out in range(1, min(MAX_CHARACTER_TOKENS, len(self.pending))):
             shorter = await self.decode_pending(len(self.pending) - left_out)
             if not shorter.endswith(REPLACEMENT):
@@ -102,7 +102,7 @@ class TextStream:
         return text
 
     def advance(self, count, text):
-        """Move pending tokens to the context. Tokens without text extend it, as they are no context by themselves."""
+        """Move pending tokens to the context. Tokens without text extend the context instead of replacing it."""
         moved, self.pending = self.pending[:count], self.pending[count:]
         self.context = moved if text else self.context + moved
 
@@ -111,14 +111,14 @@ class TextStream:
         if self.stopped or not text:
             return ""
         overlap = max(map(len, self.stop_words), default=1) - 1
-        tail = self.text[-overlap:] if overlap else ""  # a stop word may start there
+        tail = self.text[-overlap:] if overlap else ""  # a stop word can start in this part
         kept, self.stopped = cut_at_stop_word(tail + text, self.stop_words, len(tail))
         self.text += kept[len(tail) :]
         return kept[len(tail) :]
 
 
 def added_text(before, after):
-    """Part of `after` behind the common prefix. `before` may end in a character that `after` completes."""
+    """Return the part of `after` that follows the common prefix. `before` can end within a character."""
     if after.startswith(before):
         return after[len(before) :]
     same = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
@@ -126,7 +126,7 @@ def added_text(before, after):
 
 
 def cut_at_stop_word(text, stop_words, start=0):
-    """Text up to and including the first stop word that ends after `start`, and whether there is one."""
+    """Return the text up to and including the first stop word that ends after `start`, and whether one was found."""
     ends = []
     for word in stop_words:
         found = text.find(word, max(start - len(word) + 1, 0))

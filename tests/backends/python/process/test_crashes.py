@@ -59,7 +59,7 @@ DEATHS = {-1: "signal SIGSEGV", -2: "exit status 3", -3: "signal SIGKILL"}
 
 @pytest.fixture
 async def start(tmp_path: Path):
-    """`await start(config)`: a core with the model "fragile", in processes; and its folder."""
+    """`await start(config)` returns a core with the model "fragile" in processes, and its folder."""
     cores: list[Core] = []
 
     async def make(config: str = "") -> tuple[Core, Path]:
@@ -96,7 +96,7 @@ def all_up(core: Core) -> bool:
 
 
 def descriptors() -> list[str]:
-    """What this process has open."""
+    """Return the open file descriptors of this process."""
     paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     return [os.readlink(path) for path in paths if os.path.lexists(path)]
 
@@ -114,7 +114,7 @@ async def test_crash_fails_the_request_and_restarts_the_instance(start, value):
     assert error.code is ErrorCode.UNAVAILABLE
     assert "Stub process 'fragile_0_0' is not healthy" in error.message and DEATHS[value] in error.message
     assert not model.ready() and not await core.check_model_ready("fragile") and not core.ready()
-    response = await answer(waiting)  # the one that was behind it
+    response = await answer(waiting)  # the request queued after it
     assert response.error is None and int(response.output("OUT").array[0]) != before
     assert model.ready() and core.ready()
     assert not psutil.pid_exists(before) and model.in_flight_count == 0
@@ -234,7 +234,7 @@ async def test_no_resources_are_leaked(start):
         assert sum(outcome.error is not None for outcome in outcomes) == 1
         del streams, outcomes
         await pid_of(core)
-        await until(lambda: all_up(core))  # the one that died is back
+        await until(lambda: all_up(core))  # the crashed process was restarted
     gc.collect()
     assert sum("pidfd" in name for name in descriptors()) == 2
     assert "memfd:neso_python_backend" in read_maps(me)

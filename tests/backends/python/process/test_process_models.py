@@ -29,7 +29,7 @@ class TritonPythonModel:
 
 @pytest.fixture
 async def start(tmp_path: Path):
-    """`await start(code, config, **settings)`: a core with "model" in a process."""
+    """`await start(code, config, **settings)` returns a core with "model" in a process."""
     cores: list[Core] = []
 
     async def make(code: str, config: str = "", auto_complete: bool = True, **settings: str) -> Core:

@@ -155,7 +155,7 @@ def test_blocks_never_overlap_and_are_all_freed(steps):
     assert arena.in_use == 0
     size = arena.size
     if size:
-        arena.allocate(SIZE)  # in one piece again
+        arena.allocate(SIZE)  # merged into one block
         assert arena.size == size
 
 

@@ -260,7 +260,7 @@ async def test_disconnect_cancels_the_request(server):
 
 
 async def test_deadline_cancels_the_request(stub):
-    for timeout in (0.2, 1, 10):  # a call whose deadline passes before it is sent does not arrive
+    for timeout in (0.2, 1, 10):  # a call with a deadline that expires before sending does not arrive
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ModelInfer(waiting_request("c"), timeout=timeout)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -92,7 +92,7 @@ class Identity(LoadedBackend):
 class Text(LoadedBackend):
     """Sends REPEAT responses (default 1) with the prompt, its shape and the parameters.
 
-    Parameters: `fail_at` an index, `flag_only` ends with a flag of its own, `bytes` answers bytes that are no text.
+    Parameters: `fail_at` an index, `flag_only` ends with a separate final flag, `bytes` returns invalid UTF-8.
     """
 
     def submit(self, request: ResponseStream) -> None:

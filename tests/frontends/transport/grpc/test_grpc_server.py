@@ -195,7 +195,7 @@ async def test_cancelled_call(channel, methods, path):
 
 @pytest.mark.parametrize("path", ["/t.Test/Wait", "/t.Test/Callback"])
 async def test_deadline(channel, methods, path):
-    for timeout in (0.1, 1, 10):  # a call whose deadline passes before it is sent does not arrive
+    for timeout in (0.1, 1, 10):  # a call with a deadline that expires before sending does not arrive
         code, _ = await status_of(channel.unary_unary(path)(b"wait", timeout=timeout))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         if methods.log:
@@ -325,7 +325,7 @@ async def test_stop_loses_no_requests(serve, connect):
     stopping = asyncio.ensure_future(server.stop(60))
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     await asyncio.wait_for(stopping, 60)
-    for outcome in outcomes:  # a response, or never sent because the port is closed
+    for outcome in outcomes:  # a response, or not sent because the port is closed
         if isinstance(outcome, grpc.aio.AioRpcError):
             assert outcome.code() is grpc.StatusCode.UNAVAILABLE
             assert "refused" in outcome.details().lower(), outcome.details()

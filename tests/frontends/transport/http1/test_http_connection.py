@@ -66,7 +66,7 @@ async def test_pipelining_limit_pauses_reading(serve, connect) -> None:
     for _ in range(100):
         client.send(post(body))
     await asyncio.sleep(0.1)
-    assert client.writer.transport.get_write_buffer_size() > 0  # 10 MB were not swallowed
+    assert client.writer.transport.get_write_buffer_size() > 0  # the 10 MB were not read
     gate.set()
     for _ in range(100):
         assert len((await client.answer()).body) == len(body)

@@ -33,12 +33,12 @@ TRAILERS = encode_headers([(b"done", b"yes")])
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Any frame, valid or not."""
+    """Return a frame, valid or not."""
     return frame_header(len(payload), kind, flags, stream) + payload
 
 
 class FakeTransport(asyncio.Transport):
-    """Keeps what is written. `stalled`: the client does not read, so that the write buffer fills."""
+    """Stores the written data. `stalled`: the client does not read, so the write buffer fills."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class FakeTransport(asyncio.Transport):
         self.eof = True
 
     def flow(self) -> None:
-        """The client reads everything."""
+        """Let the client read everything."""
         self.stalled, full, self.unsent = False, self.unsent > self.high, 0
         if full:
             self.protocol.resume_writing()
@@ -181,10 +181,10 @@ class Client:
         return [event for event in self.events if isinstance(event, kind)]
 
     def goaway(self) -> tuple[int, bytes]:
-        """Code and message of the last GOAWAY."""
+        """Return code and message of the last GOAWAY."""
         event = self.of(h2.events.ConnectionTerminated)[-1]
         return int(event.error_code), event.additional_data or b""
 
     def resets(self) -> dict[int, int]:
-        """Error code by stream."""
+        """Return error codes by stream."""
         return {event.stream_id: int(event.error_code) for event in self.of(h2.events.StreamReset)}

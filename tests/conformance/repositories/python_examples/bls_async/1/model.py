@@ -4,7 +4,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """Has the model that MODEL_NAME names do the work: twice at the same time, once for each output."""
+    """Calls the model named by MODEL_NAME twice concurrently, once for each output."""
 
     async def execute(self, requests):
         responses = []

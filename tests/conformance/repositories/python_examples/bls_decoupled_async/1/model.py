@@ -5,7 +5,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """Adds up what two requests to the decoupled model square_int32 give, half of it."""
+    """Returns half the sum of the responses to two requests to the decoupled model square_int32."""
 
     async def execute(self, requests):
         responses = []

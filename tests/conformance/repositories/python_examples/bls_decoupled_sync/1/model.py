@@ -3,7 +3,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """Adds up what the decoupled model square_int32 answers."""
+    """Returns the sum of the responses of the decoupled model square_int32."""
 
     def execute(self, requests):
         responses = []

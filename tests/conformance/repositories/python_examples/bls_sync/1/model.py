@@ -2,7 +2,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """Has the model that MODEL_NAME names do the work."""
+    """Calls the model named by MODEL_NAME."""
 
     def execute(self, requests):
         responses = []

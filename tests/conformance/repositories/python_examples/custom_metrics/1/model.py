@@ -3,7 +3,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """Counts in the server's metrics."""
+    """Counts requests in custom metrics."""
 
     def initialize(self, args):
         self.counter_family = pb_utils.MetricFamily(

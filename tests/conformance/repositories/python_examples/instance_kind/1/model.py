@@ -5,7 +5,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """Tells which instance has answered."""
+    """Returns the name of the instance."""
 
     def initialize(self, args):
         kind, device = args["model_instance_kind"], args["model_instance_device_id"]

@@ -2,7 +2,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """add_sub without a word about it in config.pbtxt."""
+    """add_sub with an auto-completed configuration, without batching."""
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config):

@@ -4,7 +4,7 @@ from normalization import normalize
 
 
 class TritonPythonModel:
-    """Images as a network wants them: normalized, channels first."""
+    """Converts images to normalized channels-first arrays."""
 
     def execute(self, requests):
         responses = []

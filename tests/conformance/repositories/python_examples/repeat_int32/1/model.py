@@ -7,7 +7,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """A response for each element of IN, DELAY milliseconds after the one before, from threads of its own."""
+    """Sends a response for each element of IN, DELAY milliseconds apart, from separate threads."""
 
     def initialize(self, args):
         config = json.loads(args["model_config"])

@@ -3,7 +3,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """Numbers written as text: their sums and differences, as text again."""
+    """Returns sums and differences of numbers, all as text."""
 
     def execute(self, requests):
         return [self.answer(request) for request in requests]

@@ -5,7 +5,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """Answers IN as many times as IN says."""
+    """Responds IN times with IN."""
 
     def execute(self, requests):
         for request in requests:

@@ -1,4 +1,4 @@
-"""An accumulator that keeps its sums by correlation id, and adds the id to the last one."""
+"""An accumulator with sums by correlation id, which adds the id to the last sum."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils

@@ -1,4 +1,4 @@
-"""Sends how many responses are left, from the input down to 0, one an execution."""
+"""Sends the number of remaining responses, from the input down to 0, one per execution."""
 
 import time
 

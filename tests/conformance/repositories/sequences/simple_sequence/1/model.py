@@ -1,4 +1,4 @@
-"""An accumulator that keeps its sums by slot: the place of a request in the batch says which sequence it is of."""
+"""An accumulator with sums by slot: the position of a request in the batch identifies its sequence."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils

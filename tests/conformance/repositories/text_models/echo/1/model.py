@@ -3,7 +3,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """Gives back what it is told."""
+    """Returns its input."""
 
     def execute(self, requests):
         responses = []

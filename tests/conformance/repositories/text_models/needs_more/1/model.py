@@ -1,5 +1,5 @@
 class TritonPythonModel:
-    """Never asked."""
+    """Never executed."""
 
     def execute(self, requests):
         raise NotImplementedError

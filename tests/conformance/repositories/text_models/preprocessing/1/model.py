@@ -1,5 +1,5 @@
 class TritonPythonModel:
-    """Never asked: it is there for its tokenizer."""
+    """Never executed: other models use its tokenizer."""
 
     def execute(self, requests):
         raise NotImplementedError

@@ -2,7 +2,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """Asks another model, and passes on what it answers, after the prompt: it knows no way to leave that out."""
+    """Calls another model and returns the prompt and its output; the prompt cannot be excluded."""
 
     def initialize(self, args):
         import json

@@ -8,9 +8,9 @@ END = 8
 
 
 class TritonPythonModel:
-    """Says " w0 w1 …", one word a token, until it has said 8 or may not go on; a stop word is said, then it ends.
+    """Generates " w0 w1 …", one word per token, up to 8 words or the length limit; ends after a stop word.
 
-    The prompt "show" has it tell the tensors that it was given; one that begins with "slowly" takes its time.
+    The prompt "show" returns the input tensors; a prompt that starts with "slowly" adds delays.
     """
 
     def execute(self, requests):
