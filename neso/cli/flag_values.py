@@ -140,7 +140,7 @@ class ConfigEntry:
 
 
 def read_config(path: Path) -> list[ConfigEntry]:
-    """Read a YAML file whose keys are names of flags. Raises `OptionError` that names file and line."""
+    """Read a YAML file whose keys are names of flags. Raises `OptionError` naming file and line."""
     import yaml
 
     try:

@@ -69,7 +69,7 @@ class InferStream:
                 task.cancel()
 
     def drain(self) -> None:
-        """Accept no more requests; end with UNAVAILABLE after the responses to those in flight."""
+        """Accept no more requests; end with UNAVAILABLE after the responses to requests in flight."""
         if self._reader is not None:
             self._reader.cancel()
 

@@ -95,7 +95,7 @@ class InferEndpoint:
         try:
             inference_response = await future
         finally:
-            stream.cancel()  # does nothing unless this task was cancelled by a disconnect
+            stream.cancel()  # no effect unless a disconnect cancelled this task
         response = write_infer_response(inference_response, output_format)
         if load := load_headers(request, self._service):
             response.headers = (*response.headers, *load)

@@ -65,7 +65,7 @@ def _field(name: str, sampling: SamplingParams) -> str | None:
 
 
 UNLIMITED_LENGTH = 2**31 - 1
-"""Context length of a model whose context length is unknown."""
+"""`max_model_len` of a model with unknown context length."""
 
 
 class _Prompt(NamedTuple):

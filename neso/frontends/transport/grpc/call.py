@@ -185,7 +185,7 @@ class CallbackHandler(grpc.RpcMethodHandler):  # type: ignore[misc]
 
 
 class CallbackCall(Call):
-    """A unary call that ends with the first `reply` or `fail`; later calls of them do nothing.
+    """A unary call that ends with the first `reply` or `fail`; later calls have no effect.
 
     `on_cancel` is called if the client cancels or disconnects, or the deadline passes, before the call has ended.
     """

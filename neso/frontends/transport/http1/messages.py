@@ -132,7 +132,7 @@ class StreamingResponse:
         self.content_length = content_length
 
     def write(self, data: bytes) -> None:
-        """Send a part of the body. Does nothing after the client disconnected."""
+        """Send a part of the body. Has no effect after the client disconnected."""
         self._start()
         self._request.connection.write_chunk(self._request, data)
 
@@ -154,7 +154,7 @@ class StreamingResponse:
 class PendingResponse:
     """Returned by a handler that responds later from a callback, without a task.
 
-    `on_disconnect`, if set, is called if the client disconnects before `send`. A later `send` does nothing.
+    `on_disconnect`, if set, is called if the client disconnects before `send`. A later `send` has no effect.
     """
 
     __slots__ = ("_request", "on_disconnect")

@@ -30,7 +30,7 @@ _HTTP1_RESPONSE = (
 )
 _MAX_BYTES_PER_TURN = 64 << 10  # bytes that one stream sends before the next stream
 _MAX_UNSENT = 16 << 20  # bytes of control frames that are buffered for a client that does not read
-_LINGER = 1.0  # seconds; closing a socket with unread data discards what was sent
+_LINGER = 1.0  # seconds; closing a socket with unread data discards sent data
 
 
 class ServerContext:

@@ -39,7 +39,7 @@ class ReceiveWindow:
 class FrameWriter:
     """Writes frames to the transport. Frames written between `cork` and `uncork` are sent together.
 
-    `on_stalled` is called if the client reads nothing for `timeout` seconds while the write buffer is full.
+    `on_stalled` is called if the client reads no data for `timeout` seconds while the write buffer is full.
     """
 
     def __init__(self, transport: asyncio.Transport, timeout: float, on_stalled: Callable[[], None]) -> None:
