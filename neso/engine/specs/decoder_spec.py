@@ -205,7 +205,7 @@ class DecoderSpec:
 
     @property
     def widest_window(self) -> AttentionWindow | None:
-        """Return the largest window of any layer; None if any layer attends to all tokens."""
+        """The largest window of any layer; None if any layer attends to all tokens."""
         windows = [window for window in self.sliding_windows if window is not None]
         if len(windows) < self.num_layers:
             return None

@@ -52,7 +52,7 @@ class Checkpoint(TensorSource):
         self._files = self._open_files()
 
     def names(self) -> Iterator[str]:
-        """Names of all stored tensors."""
+        """Return the names of all stored tensors."""
         return iter(self._files)
 
     def __contains__(self, name: str) -> bool:

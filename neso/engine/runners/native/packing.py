@@ -197,7 +197,7 @@ class Packer:
 
     def _pack_dense(self, parts: list[npt.NDArray[Any]], bias: Float32Array | None) -> PackedMatrix:
         outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
-        # Only float16 weights are stored as float16: others may be outside its range.
+        # Only float16 weights are stored as float16; weights of other dtypes may be outside its range.
         kind = self.kind
         if kind == "f16" and any(part.dtype != np.float16 for part in parts):
             kind = "f32"

@@ -112,7 +112,10 @@ class AttentionPlan:
 
     @classmethod
     def make(cls, plan: StepPlan, block_size: int, window: int | None, sinks: int = 0) -> AttentionPlan:
-        """`window`: tokens that each token attends to, itself included, besides the first `sinks`; None: all."""
+        """Plan the attention work of a step.
+
+        `window`: tokens that each token attends to, itself included, besides the first `sinks`; None: all.
+        """
         lengths = np.diff(plan.query_start)
         ends = plan.num_computed + lengths
         work = [

@@ -1,9 +1,8 @@
 """The reference runner: plain NumPy in float32, used to test the other runners.
 
-Its arithmetic (products, norms, activations, rotary embeddings, attention, experts, adapters) is independent: the
-native, torch and transformers runners use nothing of this package, and it uses nothing of theirs. Only data is shared:
-specs, step plans, and checkpoint tensors, whose dequantization is tested separately. lint-imports checks both
-directions.
+Its arithmetic (products, norms, activations, rotary embeddings, attention, experts, adapters) is independent: this
+package and the native, torch and transformers runners do not use each other. Only data is shared: specs, step plans,
+and checkpoint tensors, whose dequantization is tested separately. lint-imports checks both directions.
 """
 
 from __future__ import annotations

@@ -40,17 +40,19 @@ class BlockFormat:
 
 
 def _q8_0(blocks: UInt8Array) -> Groups:
-    """d float16, then 32 signed codes."""
+    """Parse blocks of d float16, then 32 signed codes."""
     return Groups(blocks[:, 2:] ^ np.uint8(0x80), _float16(blocks[:, :2]))
 
 
 def _q4_0(blocks: UInt8Array) -> Groups:
-    """d float16, then 16 bytes: the first 16 codes in the low nibbles, the others in the high ones."""
+    """Parse blocks of d float16, then 16 bytes: the first 16 codes in the low nibbles, the rest in the high ones."""
     return Groups(_nibbles(blocks[:, 2:]), _float16(blocks[:, :2]))
 
 
 def _q4_k(blocks: UInt8Array) -> Groups:
-    """d and dmin float16, 6-bit scales and minima of 8 groups in 12 bytes, then 4 x 32 bytes of nibbles."""
+    """Parse blocks of d and dmin float16, 6-bit scales and minima of 8 groups in 12 bytes, then 4 x 32 bytes of
+    nibbles.
+    """
     packed = blocks[:, 4:16]
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     # Four plain 6-bit values, then four whose upper two bits are the unused upper bits of the first four.

@@ -109,7 +109,7 @@ class GGUFCheckpoint(TensorSource):
         self._names = self._map_names()
 
     def names(self) -> Iterator[str]:
-        """Hugging Face names of all tensors."""
+        """Return the Hugging Face names of all tensors."""
         return iter(self._names)
 
     def __contains__(self, name: str) -> bool:
