@@ -50,7 +50,7 @@ class InferenceResponse:
         return self._error
 
     def parameters(self) -> str:
-        """Response parameters as JSON."""
+        """Return the response parameters as JSON."""
         return json.dumps(self._parameters)
 
 
@@ -242,5 +242,5 @@ class ResponseSender:
         self._responder.send(response, final=bool(flags))
 
     def is_cancelled(self) -> bool:
-        """Whether the request was cancelled."""
+        """Return whether the request was cancelled."""
         return self._responder.cancelled

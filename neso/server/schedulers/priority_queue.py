@@ -17,7 +17,7 @@ from neso.server.inference_response import ResponseStream
 class QueuePolicy:
     """Queue policy of a priority level (`ModelQueuePolicy`).
 
-    - delays: execute timed-out requests after all others instead of rejecting them
+    - delays: execute timed-out requests after all other requests instead of rejecting them
     - timeout_us: queue timeout; 0 for none
     - overridable: requests can set a shorter timeout
     - max_size: maximum number of waiting requests; 0 for no limit

@@ -245,7 +245,7 @@ class HttpConnection(asyncio.Protocol):
     # Internal.
 
     def _process_requests(self) -> None:
-        """Handle parsed requests until a handler has not responded yet; at the end send the parser's rejection."""
+        """Handle parsed requests until a response is pending. After the last request, send the parser's rejection."""
         if self._in_process_requests:
             return  # called by a handler that responded synchronously; the loop below continues
         self._in_process_requests = True
