@@ -62,7 +62,7 @@ class Scope:
         return step in self.started or (self._parent is not None and self._parent.has_started(step))
 
     def close(self) -> None:
-        """Mark the scope as answered and detach it from its parent."""
+        """Mark the response of the scope as sent and detach the scope from its parent."""
         self.answered = True
         if self._parent is not None:
             self._parent.children.pop(self, None)

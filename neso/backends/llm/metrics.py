@@ -187,7 +187,7 @@ class AdapterMetrics:
         self._update()
 
     def start(self, name: str) -> None:
-        """Move a waiting request to the running ones."""
+        """Count a waiting request as running."""
         _decrement(self._waiting, name)
         self._running[name] += 1
         self._update()

@@ -109,7 +109,7 @@ class PythonBackend(Backend):
         return self._instances.ready()
 
     async def check_ready(self) -> bool:
-        """Whether the instances are running and their `is_ready` functions return true."""
+        """Return whether the instances are running and their `is_ready` functions return true."""
         if not self.ready():
             return False
         try:

@@ -164,7 +164,7 @@ class ModelConfig:
         self._config.setdefault("dynamic_batching", {})
 
     def set_model_transaction_policy(self, policy: dict[str, Any]) -> None:
-        """`policy`: `{"decoupled": bool}`. Raises `ValueError` if config.pbtxt specifies a different value."""
+        """Set `policy`: `{"decoupled": bool}`. Raises `ValueError` if config.pbtxt specifies a different value."""
         if unknown := set(policy) - {"decoupled"}:
             raise ValueError(f"model transaction policy has unknown properties {sorted(unknown)}")
         given = self._config.get("model_transaction_policy")
@@ -176,11 +176,11 @@ class ModelConfig:
         self._config["model_transaction_policy"] = {"decoupled": bool(policy.get("decoupled", False))}
 
     def add_input(self, tensor: dict[str, Any]) -> None:
-        """`{"name", "data_type", "dims", "optional"?}`. Raises `ValueError` if it contradicts config.pbtxt."""
+        """Add `{"name", "data_type", "dims", "optional"?}`. Raises `ValueError` if it contradicts config.pbtxt."""
         self._add("input", tensor, _TENSOR_KEYS | {"optional"})
 
     def add_output(self, tensor: dict[str, Any]) -> None:
-        """`tensor`: `{"name", "data_type", "dims"}`. Raises `ValueError` if it contradicts config.pbtxt."""
+        """Add `{"name", "data_type", "dims"}`. Raises `ValueError` if it contradicts config.pbtxt."""
         self._add("output", tensor, _TENSOR_KEYS)
 
     def _add(self, kind: str, tensor: dict[str, Any], allowed: set[str]) -> None:
@@ -247,7 +247,7 @@ class Metric:
             self._metric().observe(value)
 
     def value(self) -> float:
-        """Current value of a counter or a gauge. Raises `TritonModelException` for a histogram."""
+        """Return the current value of a counter or gauge. Raises `TritonModelException` for a histogram."""
         with _server_errors():
             return self._metric().value()
 

@@ -98,26 +98,26 @@ class InferenceRequest:
         return self._model_version
 
     def flags(self) -> int:
-        """Bitwise or of `TRITONSERVER_REQUEST_FLAG_*`."""
+        """Return the bitwise OR of `TRITONSERVER_REQUEST_FLAG_*`."""
         return self._flags
 
     def set_flags(self, flags: int) -> None:
         self._flags = flags
 
     def timeout(self) -> int:
-        """Timeout in microseconds; 0: none."""
+        """Return the timeout in microseconds; 0 for none."""
         return self._timeout
 
     def parameters(self) -> str:
-        """Request parameters as JSON."""
+        """Return the request parameters as JSON."""
         return json.dumps(self._parameters)
 
     def is_cancelled(self) -> bool:
-        """Whether the request was cancelled."""
+        """Return whether the request was cancelled."""
         return self._responder is not None and self._responder.cancelled
 
     def get_response_sender(self) -> ResponseSender:
-        """A sender for responses from any thread, during or after `execute`."""
+        """Return a sender of responses for any thread, during or after `execute`."""
         if self._responder is None:
             raise TritonModelException("only requests that were passed to execute have a response sender")
         return ResponseSender(self._responder)
@@ -131,7 +131,7 @@ class InferenceRequest:
         return responses if decoupled else next(responses)
 
     async def async_exec(self, decoupled: bool = False) -> InferenceResponse | AsyncResponseIterator:
-        """`exec` for coroutines."""
+        """Like `exec`, for coroutines."""
         responses = AsyncResponseIterator(current_access(), self._to_server(), decoupled)
         return responses if decoupled else await anext(responses)
 
@@ -166,7 +166,7 @@ class InferenceRequest:
         self._responder.set_reschedule(flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
 
     def trace(self) -> InferenceTrace:
-        """The trace of the request. If the request is not traced, the trace has no context."""
+        """Return the trace of the request. If the request is not traced, the trace has no context."""
         return self._trace or InferenceTrace()
 
 

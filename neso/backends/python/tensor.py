@@ -146,7 +146,7 @@ def serialize_byte_tensor(array: npt.NDArray[Any]) -> bytes | None:
 
 
 def deserialize_bytes_tensor(data: bytes) -> npt.NDArray[Any]:
-    """Inverse of `serialize_byte_tensor`: a flat object array of `bytes`."""
+    """Invert `serialize_byte_tensor`. Returns a flat object array of `bytes`."""
     count, offset = 0, 0
     while offset < len(data):
         offset += 4 + int.from_bytes(data[offset : offset + 4], "little")

@@ -29,7 +29,7 @@ END_TIMEOUT = 30.0
 
 
 Rescheduler = Callable[[Any], None]
-"""Returns the request of a stream to the scheduler. Called on the core's event loop."""
+"""Reschedules the request of a stream. Called on the core's event loop."""
 
 
 class InstancePool(ABC):
@@ -60,11 +60,11 @@ class InstancePool(ABC):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether at least one instance can execute requests."""
+        """Return whether at least one instance can execute requests."""
 
     @abstractmethod
     async def check_ready(self) -> bool:
-        """Whether `is_ready` of all running instances returns true."""
+        """Return whether `is_ready` of all running instances returns true."""
 
     @abstractmethod
     async def stop(self) -> None:
@@ -103,7 +103,7 @@ class ThreadInstancePool(InstancePool):
         await self._start(self._threads)
 
     async def update(self, description: ModelDescription, growth: list[int]) -> bool:
-        """Requires the shared queue. Shrinking ends the instances that become idle first.
+        """Change the instance counts. Requires the shared queue. Shrinking ends the instances that become idle first.
 
         Groups on several GPUs need a reload: names are assigned device by device, so a different count moves names
         to other devices, and ending arbitrary instances would leave the devices unbalanced.

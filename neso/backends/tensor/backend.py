@@ -80,7 +80,7 @@ class TensorBackend(Backend):
         await stop_threads(self._threads, self.context.name, UNLOAD_TIMEOUT)
 
     def ready(self) -> bool:
-        """Whether at least one instance can execute requests."""
+        """Return whether at least one instance can execute requests."""
         return any(thread.alive for thread in self._threads)
 
     def _no_instance(self) -> Unavailable:

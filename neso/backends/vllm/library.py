@@ -109,7 +109,7 @@ async def tokenizer_of(engine: Any) -> Any:
 
 
 async def prepared(engine: Any, prompt: dict[str, Any]) -> Any:
-    """Preprocess a `TextPrompt` or `TokensPrompt` for `generate` and `encode`: tokenize it and process its images.
+    """Preprocess a `TextPrompt` or `TokensPrompt` for `generate` and `encode`: tokenize text and process images.
 
     Does not block the event loop. Raises vLLM's errors about the prompt.
     """

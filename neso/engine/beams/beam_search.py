@@ -127,7 +127,7 @@ class BeamScores:
         return cls(values, highest, log_mass, np.array(sums, np.float32))
 
     def __call__(self, values: FloatRows, beams: Indices) -> FloatRows:
-        """Scores of values float32[n, ...] of beams[n]."""
+        """Return the scores of values float32[n, ...] of beams[n]."""
         scores: FloatRows = (values - self.highest[beams, None]) - self.log_mass[beams, None]
         scores += self.sums[beams, None]
         return scores

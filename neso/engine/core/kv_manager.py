@@ -83,10 +83,10 @@ class KVCacheManager:
         return own + sequence.forks_pending * of_a_fork
 
     def room_for_drafts(self, sequence: Sequence, num_new_tokens: int) -> int:
-        """Return the number of draft tokens that fit a step beside the new tokens, in blocks counted by
-        `blocks_to_come`.
+        """Return the number of draft tokens that fit a step in addition to the new tokens.
 
-        A tree may have more tokens than the sequence can still generate.
+        Only blocks counted by `blocks_to_come` are used. A tree may have more tokens than the sequence can still
+        generate.
         """
         room = self.blocks_for(sequence.max_tokens) * self.block_size - sequence.num_tokens
         return room if self._window is None else min(room, self._max_new_tokens - num_new_tokens)

@@ -16,7 +16,7 @@ PLACEHOLDER = 0
 
 
 class InputEmbeddings(msgspec.Struct, frozen=True, array_like=True):
-    """Embeddings that replace those of prompt tokens, as bytes.
+    """Embeddings that replace prompt-token embeddings, as bytes.
 
     - positions: int32[E], ascending; the prompt has `PLACEHOLDER` there
     - rows: float32[E, hidden_size]

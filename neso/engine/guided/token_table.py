@@ -30,7 +30,7 @@ class TokenTable(msgspec.Struct, frozen=True):
         return cls([tokenizer.token_bytes(i) or b"" for i in range(vocab_size)], special)
 
     def special_tokens(self) -> dict[str, int]:
-        """Ids of the special tokens by name."""
+        """Return the ids of the special tokens by name."""
         return {self.pieces[i].decode("utf-8", "replace"): i for i in self.special_ids}
 
     def ll_tokenizer(self) -> LLTokenizer:

@@ -45,7 +45,7 @@ class _Work:
 
 
 class DraftModelProposer(Proposer):
-    """Runs a draft model beside the model; `vocab_size` is the vocabulary size of the model.
+    """Runs a draft model in the same steps as the model; `vocab_size` is the vocabulary size of the model.
 
     With `probabilistic`, draft tokens of requests with a temperature are sampled with the parameters of the request.
     """

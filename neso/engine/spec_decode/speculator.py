@@ -48,7 +48,7 @@ class Proposer:
 
 
 class SpeculativeDecoding(Addon):
-    """Verifies the drafts supplied with requests, and those of a proposer if there is one.
+    """Verifies the drafts supplied with requests and, if there is a proposer, the drafts that it proposes.
 
     A draft never fails a request: if a proposer raises, no more drafts are proposed.
     """

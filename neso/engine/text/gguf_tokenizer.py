@@ -64,7 +64,7 @@ class Vocabulary:
         return cls(tokens, [TokenType.NORMAL] * len(tokens) if types is None else types.tolist())
 
     def ids(self, metadata: Metadata) -> dict[str, int]:
-        """Token ids by name. Raises `TokenizerError` for a duplicate token."""
+        """Return the token ids by name. Raises `TokenizerError` for a duplicate token."""
         ids: dict[str, int] = {}
         for token_id, token in enumerate(self.tokens):
             if ids.setdefault(token, token_id) != token_id:

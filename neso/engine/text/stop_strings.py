@@ -19,9 +19,9 @@ class StopResult(NamedTuple):
 class StopChecker:
     """Finds stop strings in the text of one sequence as it grows.
 
-    The stop string that is completed first wins; of two that end at the same character, the longer one. The result is
-    that of generation character by character, so it does not depend on the tokenization of the text. (Preferring the
-    one that starts first would require waiting: with "abcd" and "bc", "abc" could not stop.)
+    The stop string that ends first wins; if two end at the same character, the longer one wins. The result equals that
+    of generation character by character, so it does not depend on the tokenization of the text. (Preferring the stop
+    string that starts first would require waiting: with "abcd" and "bc", "abc" could not stop.)
     """
 
     def __init__(self, stop: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:

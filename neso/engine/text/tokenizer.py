@@ -151,7 +151,7 @@ class Tokenizer:
 
     @cached_property
     def _truncating_backend(self) -> Backend:
-        """Return a separate copy for truncation, because truncation is a setting of the library's tokenizer."""
+        """A separate copy for truncation, because truncation is a setting of the library's tokenizer."""
         return Backend.from_str(self._backend.to_str())
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -238,7 +238,7 @@ def log_level() -> int:
 
 
 def write_log_record(record: Log) -> None:
-    """Server side: log a record of the child, with its original source location."""
+    """Server side: log a record of the child with its original source location."""
     logger = logging.getLogger(record.logger)
     if logger.isEnabledFor(record.level):
         location = (record.path, record.line)

@@ -148,7 +148,7 @@ class RunningModel:
             stream.request.on_cancel(lambda request=request: self._cancel(request))  # type: ignore[misc]
 
     async def check_ready(self) -> bool:
-        """Result of the model's `is_ready`; False if the process ends meanwhile."""
+        """Return the result of the model's `is_ready`; False if the process ends meanwhile."""
         number = next(self._numbers)
         answer = self._pending_queries[number] = self._loop.create_future()
         self._process.send(CheckReady(number))

@@ -32,7 +32,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def make_file(name: str) -> FileIO:
-    """An empty memfd, sealed so that the other process cannot shrink it."""
+    """Create an empty memfd, sealed so that the other process cannot shrink it."""
     file = FileIO(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+")
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return file
