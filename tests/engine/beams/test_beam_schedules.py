@@ -188,7 +188,7 @@ def test_a_group_too_large_for_the_cache_is_rejected():
     (output,) = core.add(make_request("does not", [1] * 8, 12, beam_width=4))
     assert "each of 4 beams" in output.error
     (output,) = core.add(make_request("wide", [1], 1, beam_width=13))
-    assert "at most 12 sequences" in output.error
+    assert "at most 12 can run" in output.error
 
 
 @pytest.mark.parametrize("rate", [0.0, 5.0])
