@@ -99,7 +99,7 @@ class ModelOutputs:
     """Output settings of one instance.
 
     - datatypes: datatypes of all outputs, including implicit states; `states`: names of the states
-    - reschedule: returns the request of a stream to the scheduler; thread-safe; None if not supported
+    - reschedule: reschedules the request of a stream; thread-safe; None if not supported
     - mismatched: outputs with a wrong datatype that was already logged
     """
 
@@ -198,7 +198,7 @@ class Responder:
         self.rescheduled = reschedule
 
     def reschedule_if_requested(self) -> None:
-        """After an execution, return the request to the scheduler if `set_reschedule` was called."""
+        """After an execution, reschedule the request if `set_reschedule` was called."""
         if self.rescheduled and not self.closed and self._outputs.reschedule is not None:
             self._released = True
             self._outputs.reschedule(self.stream)

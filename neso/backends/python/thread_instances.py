@@ -29,7 +29,7 @@ END_TIMEOUT = 30.0
 
 
 Rescheduler = Callable[[Any], None]
-"""Returns the request of a stream to the scheduler. Called on the core's event loop."""
+"""Reschedules the request of a stream. Called on the core's event loop."""
 
 
 class InstancePool(ABC):

@@ -161,7 +161,7 @@ class InputProcessor:
     def _pooling_params(self, request: PoolingRequest) -> PoolingParams:
         params, pooling = request.params, self._info.pooling
         if pooling is None:
-            raise InvalidParameter("task", f"the runner of this model ({self._info.runner}) gives no vectors")
+            raise InvalidParameter("task", f"runner {self._info.runner} does not support embeddings")
         if params.task not in pooling.tasks:
             raise InvalidParameter("task", f"this model has no classifier: it cannot {params.task}")
         if params.dimensions is not None and params.dimensions > pooling.dimensions:

@@ -160,7 +160,7 @@ class TransformersRunner(DeviceRunner):
             raise UnsupportedOption("models run by transformers cannot be quantized here")
         if options.max_attention_window_size is not None or options.sink_token_length:
             raise UnsupportedOption(
-                "models run by transformers have windows of their own; max_attention_window_size and "
+                "models run by transformers use their own attention windows; max_attention_window_size and "
                 "sink_token_length are not supported"
             )
         if not isinstance(source, Checkpoint):

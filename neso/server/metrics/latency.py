@@ -51,7 +51,7 @@ class BucketCounts:
         self.sum += value
 
     def samples(self, name: str, labels: dict[str, str]) -> Iterator[Sample]:
-        """Return samples of the text format. Bounds are formatted as in Triton: 1, not 1.0."""
+        """Yield samples of the text format. Bounds are formatted as in Triton: 1, not 1.0."""
         total = 0
         counts = list(self._counts)
         yield Sample(f"{name}_count", labels, sum(counts))
