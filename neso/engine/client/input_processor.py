@@ -138,8 +138,9 @@ class InputProcessor:
         return self._images.place(request, ids)
 
     def _bad_word_sequences(self, params: SamplingParams) -> list[tuple[int, ...]]:
-        """Return the token sequences of the bad words; texts are encoded both at the start of a line and after
-        a space.
+        """Return the token sequences of the bad words.
+
+        Texts are encoded both at the start of a line and after a space.
         """
         given = [word for word in params.bad_words if not isinstance(word, str)]
         words = [word.lstrip() for word in params.bad_words if isinstance(word, str)]

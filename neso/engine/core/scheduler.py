@@ -276,8 +276,9 @@ class Scheduler:
         return scheduled
 
     def _grow(self, scheduled: ScheduledSequence) -> list[BlockCopy] | None:
-        """Allocate the blocks of a scheduled sequence, without its draft if needed; None if there are too few
-        blocks.
+        """Allocate the blocks of a scheduled sequence, without its draft if needed.
+
+        Returns None if there are too few blocks.
         """
         copies = self.kv.try_grow(scheduled.sequence, scheduled.end)
         if copies is None and scheduled.num_draft_tokens:
@@ -317,7 +318,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _collapse(self, group: SequenceGroup, step: Step) -> Sequence:
-        """Reduce a group to one member with the common tokens, and remove the group from the step."""
+        """Reduce a group to one member with the common prefix, and remove the group from the step."""
         # The group's block copies stay in the step: their targets are not reallocated before the next step.
         step.scheduled = [scheduled for scheduled in step.scheduled if scheduled.sequence.group is not group]
         leader, *others = group.members

@@ -202,8 +202,9 @@ class TransformersRunner(DeviceRunner):
 
     @torch.inference_mode()
     def _probe(self, num_layers: int) -> list[HeadShape]:
-        """Return the head shapes of each layer. Raises `UnsupportedModel` if layers have state other than keys and
-        values.
+        """Return the head shapes of each layer.
+
+        Raises `UnsupportedModel` if layers have state other than keys and values.
         """
         probe, one = HeadProbe(), torch.ones(1, 1, dtype=torch.long, device=self.device)
         with use_attention(probe):
