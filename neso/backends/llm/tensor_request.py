@@ -106,7 +106,7 @@ def requested_adapter(request: InferenceRequest, values: dict[str, Any]) -> Lora
                 raise InvalidArgument(f"{tensor}: needs lora_task_id")
         return None if name is None and path is None else _by_name(name, path)
     if name is not None:
-        raise InvalidArgument("lora_name: cannot come together with lora_task_id")
+        raise InvalidArgument("lora_name: cannot be combined with lora_task_id")
     weights, config = (request.inputs.get(name) for name in ("lora_weights", "lora_config"))
     return adapter_of_task(
         int(task.array.reshape(-1)[0]),

@@ -225,7 +225,7 @@ def find_providers(config: Any, instance: Instance) -> list[Provider]:
     for provider in requested:
         if provider not in available:
             raise Unsupported(
-                f"model '{config.name}' asks for {provider}, this build of onnxruntime has "
+                f"model '{config.name}' needs {provider}, this build of onnxruntime has "
                 f"{', '.join(available)}"
             )
     return [*requested.items(), CPU]

@@ -45,7 +45,7 @@ class PythonBackend(Backend):
         reschedule = self._reschedule if description.iterative else None
         self._instances: InstancePool = (
             ProcessInstancePool(description, settings, access, reschedule)
-            if settings.in_process
+            if settings.use_process
             else ThreadInstancePool(description, access, reschedule)
         )
 
@@ -143,7 +143,7 @@ def auto_complete(config: Any, directory: Path, path: Path, settings: PythonSett
     """Update a `ModelConfig` message with the model's `auto_complete_config`. Blocks. Raises `ServerError`."""
     values = config_to_dict(config)
     try:
-        if settings.in_process:
+        if settings.use_process:
             completed = complete_in_process(values, directory, path, settings)
         else:
             completed = _complete_in_thread(values, path)

@@ -24,7 +24,7 @@ _CPU_ONLY = "FORCE_CPU_ONLY_INPUT_TENSORS"
 class PythonSettings:
     """Execution settings of a model's instances. Sizes are in bytes.
 
-    - in_process: run each instance in a child process instead of a server thread
+    - use_process: run each instance in a child process instead of a server thread
     - environment: configured `EXECUTION_ENV_PATH`; "" for the server's Python
     - shm_default_size: initial size of an instance's shared memory, in each direction
     - shm_growth_size: the shared memory grows by multiples of this size, and at least doubles
@@ -32,7 +32,7 @@ class PythonSettings:
     - stub_timeout: timeout for the start of a child process, in seconds
     """
 
-    in_process: bool = False
+    use_process: bool = False
     environment: str = ""
     shm_default_size: int = 1 << 20
     shm_growth_size: int = 1 << 20
@@ -56,11 +56,11 @@ class PythonSettings:
             )
         if environment and parameters.get(_MODE) == "thread":
             raise InvalidArgument(f"{_ENVIRONMENT} needs {_MODE} 'process', for {config.name}")
-        in_process = mode == "process" or bool(environment)
-        if in_process and sys.platform != "linux":
+        use_process = mode == "process" or bool(environment)
+        if use_process and sys.platform != "linux":
             raise Unsupported(f"{_MODE} 'process' is only supported on Linux, for {config.name}")
         return cls(
-            in_process=in_process,
+            use_process=use_process,
             environment=environment,
             shm_default_size=_positive_size(backend_config, "shm-default-byte-size", 1 << 20),
             shm_growth_size=_positive_size(backend_config, "shm-growth-byte-size", 1 << 20),

@@ -226,7 +226,7 @@ def _reject_trt_engine(directory: Path) -> None:
     """Raise `InvalidArgument` for TensorRT engines and for checkpoints converted for TensorRT-LLM."""
     if any(directory.glob("*.engine")):
         raise InvalidArgument(
-            f"gpt_model_path: {directory} holds an engine of TensorRT, which only runs there; {EXPECTED_MODEL}"
+            f"gpt_model_path: {directory} contains a TensorRT engine, which only TensorRT-LLM can run; {EXPECTED_MODEL}"
         )
     try:
         config = json.loads((directory / "config.json").read_bytes())

@@ -203,7 +203,7 @@ def _check_single(rows: list[TokenRequest]) -> None:
     """Raise `InvalidArgument` for requests with several responses if the model is not decoupled."""
     if len(rows) > 1:
         raise InvalidArgument(
-            "a batch of several sequences needs a decoupled model: each is answered by itself"
+            "a batch of several sequences needs a decoupled model, because each sequence has its own response"
         )
     (row,) = rows
     if row.streaming:
@@ -212,7 +212,7 @@ def _check_single(rows: list[TokenRequest]) -> None:
         )
     if row.num_responses > 1:
         raise InvalidArgument(
-            "num_return_sequences: above 1 needs a decoupled model, each is answered by itself"
+            "num_return_sequences: above 1 needs a decoupled model, because each sequence has its own response"
         )
 
 

@@ -86,12 +86,8 @@ def wrap_gpu(owner: Any) -> Any:
     torch = _torch()
     try:
         return torch.from_dlpack(owner).contiguous()
-    except (
-        RuntimeError,
-        BufferError,
-        TypeError,
-        AssertionError,
-    ) as error:  # AssertionError: torch without CUDA
+    except (RuntimeError, BufferError, TypeError, AssertionError) as error:
+        # torch without CUDA raises AssertionError.
         raise InvalidArgument(f"the object cannot be read through DLPack: {error}") from None
 
 
@@ -99,7 +95,7 @@ def upload_to_gpu(array: npt.NDArray[Any], index: int) -> Any:
     """Copy an array to a GPU. Raises `Unsupported` if the GPU does not exist."""
     torch = _torch()
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        raise Unsupported(f"there is no GPU {index} to move a tensor to")
+        raise Unsupported(f"cannot move the tensor to GPU {index}: there is no such GPU")
     # torch requires writable arrays, but does not write.
     source = array.view(np.uint16) if array.dtype == dlpack.BFLOAT16 else array
     with torch.cuda.device(index):

@@ -118,7 +118,7 @@ class ModelControl:
             sources = self._find(name)
         except NotFound:
             raise InternalError(
-                f"failed to load '{name}', failed to poll from model repository: it holds no such model"
+                f"failed to load '{name}', failed to poll from model repository: model not found"
             ) from None
         return sources if config is None else [source.with_config(config) for source in sources]
 

@@ -234,7 +234,9 @@ class ProcessInstance:
                 return await self._start(interpreter)
             except ServerError as error:
                 self._record_failure(error.message)
-        logger.error("instance '%s' failed to start %d times, and stays down", self.name, MAX_FAILED_STARTS)
+        logger.error(
+            "instance '%s' failed to start %d times and is not restarted", self.name, MAX_FAILED_STARTS
+        )
         self._set_state(State.DOWN)
         return None
 
