@@ -39,7 +39,7 @@ class EmbeddingBackend(EngineBackend):
         await super().load()
         if self.pooling is None:
             await self.unload()
-            raise InvalidArgument(f"the runner of model '{self.context.name}' gives no vectors")
+            raise InvalidArgument(f"the runner of model '{self.context.name}' does not support embeddings")
 
     @property
     def language_model(self) -> None:

@@ -180,7 +180,7 @@ class Model:
             if self.language_model is None:
                 raise Unsupported(f"model '{self.name}' is not a language model")
         elif self.pooling_model is None:
-            raise Unsupported(f"model '{self.name}' gives no vectors")
+            raise Unsupported(f"model '{self.name}' does not support embeddings")
         return 1
 
     def _start(self, stream: ResponseStream) -> None:

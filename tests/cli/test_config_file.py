@@ -67,9 +67,9 @@ def test_empty_file_changes_nothing(config, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("http-port: 1\n\nhttp-prt: 2", ":3: http-prt: there is no such option, did you mean 'http-port'?"),
-        ("warp: 9", ":1: warp: there is no such option"),
-        ("config: other.yaml", ":1: config: there is no such option"),
+        ("http-port: 1\n\nhttp-prt: 2", ":3: http-prt: unknown option, did you mean 'http-port'?"),
+        ("warp: 9", ":1: warp: unknown option"),
+        ("config: other.yaml", ":1: config: unknown option"),
         ("\nhttp-port: eighty", ":2: http-port: expected a whole number, got 'eighty'"),
         ("http-port: [1, 2]", ":1: http-port: expected one value, not a list"),
         ("load-model:\n  - {a: b}", ":2: load-model: expected a value or a list of values"),

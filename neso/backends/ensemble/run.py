@@ -79,13 +79,11 @@ class EnsembleRun:
         self._needed = graph.steps_for(self._requested)
         self._streams: set[ResponseStream] = set()
         self._running: Counter[int] = Counter()  # executions in flight, by step
-        self._waiting: dict[
-            int, deque[tuple[Scope, dict[str, Tensor]]]
-        ] = {}  # queued executions by step, limited by max_inflight
+        # Queued executions by step, limited by max_inflight.
+        self._waiting: dict[int, deque[tuple[Scope, dict[str, Tensor]]]] = {}
         self._answers = 0
-        self._depth = (
-            0  # nesting depth of `_processing`: a step can respond while another step is being started
-        )
+        # Nesting depth of `_processing`: a step can respond while another step is being started.
+        self._depth = 0
 
     def start(self) -> None:
         """Start the steps whose inputs are in the request."""

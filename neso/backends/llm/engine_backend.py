@@ -353,9 +353,8 @@ class EngineBackend(Backend):
     def run_task(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work`, which processes a tensor request; its exceptions are sent as the response."""
         task = self.request_tasks.start(stream, self._run_work(stream, work))
-        task.add_done_callback(
-            lambda _: work.close()
-        )  # closes `work` if the task was cancelled before it started
+        # Close `work` if the task was cancelled before it started.
+        task.add_done_callback(lambda _: work.close())
         return task
 
     async def _run_work(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> None:

@@ -349,6 +349,5 @@ def _write_log(level: int, message: str) -> None:
         return
     folder = find_current_folder()
     fields = {} if folder is None else {"model": Path(folder).parent.name, "model_version": Path(folder).name}
-    _log.log(
-        int(level), "%s", message, stacklevel=3, extra=fields
-    )  # stacklevel 3: log the calling line of the model
+    # stacklevel 3: log the calling line of the model.
+    _log.log(int(level), "%s", message, stacklevel=3, extra=fields)

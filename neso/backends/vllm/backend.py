@@ -87,9 +87,8 @@ class VllmBackend(Backend):
         except BaseException:
             await self.unload()
             raise
-        if (
-            gc.get_freeze_count()
-        ):  # the server has frozen its objects (`freeze_gc`); also freeze vLLM's modules
+        # The server has frozen its objects (`freeze_gc`); also freeze vLLM's modules.
+        if gc.get_freeze_count():
             await asyncio.to_thread(release_memory)
         logger.info(
             "model '%s' on vLLM %s in %.1f s, context %d tokens",
@@ -191,9 +190,8 @@ class VllmBackend(Backend):
     async def _unload_model(self) -> None:
         try:
             await self.context.core.unload_model(self.context.name)
-        except (
-            ServerError
-        ) as error:  # not allowed in this model control mode: the model stays, but is not ready
+        except ServerError as error:
+            # Not allowed in this model control mode: the model stays loaded, but is not ready.
             logger.error("model '%s' stays loaded: %s", self.context.name, error)
 
     async def _generate(self, stream: ResponseStream, request: TextRequest) -> None:

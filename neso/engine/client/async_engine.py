@@ -39,7 +39,10 @@ LARGE_INPUT = 8192
 
 
 class AsyncEngine(EngineClient):
-    """A `LanguageModel` and `PoolingModel` connected to an engine by a channel. Created by `start`; not thread-safe."""
+    """A `LanguageModel` and `PoolingModel` connected to an engine by a channel.
+
+    Created by `start`; bound to its event loop.
+    """
 
     def __init__(
         self,

@@ -111,8 +111,9 @@ class EngineClient:
         return dict(self._loras)
 
     def change_lora(self, change: LoraRequest | str, done: Callable[[str], object]) -> int:
-        """Load an adapter, or unload one by name; `done` is called with "" or an error message. Returns the change's
-        number.
+        """Load an adapter, or unload one by name; `done` is called with "" or an error message.
+
+        Returns the change's number.
         """
         number = next(self._ids)
         self._lora_changes[number] = done

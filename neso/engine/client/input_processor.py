@@ -138,8 +138,9 @@ class InputProcessor:
         return self._images.place(request, ids)
 
     def _bad_word_sequences(self, params: SamplingParams) -> list[tuple[int, ...]]:
-        """Return the token sequences of the bad words; texts are encoded both at the start of a line and after
-        a space.
+        """Return the token sequences of the bad words.
+
+        Texts are encoded both at the start of a line and after a space.
         """
         given = [word for word in params.bad_words if not isinstance(word, str)]
         words = [word.lstrip() for word in params.bad_words if isinstance(word, str)]
@@ -160,7 +161,7 @@ class InputProcessor:
     def _pooling_params(self, request: PoolingRequest) -> PoolingParams:
         params, pooling = request.params, self._info.pooling
         if pooling is None:
-            raise InvalidParameter("task", f"the runner of this model ({self._info.runner}) gives no vectors")
+            raise InvalidParameter("task", f"runner {self._info.runner} does not support embeddings")
         if params.task not in pooling.tasks:
             raise InvalidParameter("task", f"this model has no classifier: it cannot {params.task}")
         if params.dimensions is not None and params.dimensions > pooling.dimensions:

@@ -102,8 +102,9 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, lora: Lora = None
     ) -> Iterator[GenerationOutput]:
-        """Generate a completion for one prompt and yield the output of every step. Closing the iterator aborts the
-        request.
+        """Generate a completion for one prompt and yield the output of every step.
+
+        Closing the iterator aborts the request.
         """
         states = self._process(self._requests_for([prompt], sampling, lora))
         yield from cast(Iterator[GenerationOutput], self._run(states))
@@ -116,10 +117,10 @@ class LLM:
         lora: Lora = None,
         **template: Any,
     ) -> GenerationOutput:
-        """Generate the next message of a conversation with the model's chat template; `template` are template
-        variables.
+        """Generate the next message of a conversation with the model's chat template.
 
-        Images are content parts of type "image_url" (with a data: URL) or "image" (with an image as in a request).
+        `template` are template variables. Images are content parts of type "image_url" (with a data: URL) or "image"
+        (with an image as in a request).
         """
         messages, images = split_images(messages)
         prompt = self.tokenizer.apply_chat_template(messages, **template)

@@ -147,8 +147,9 @@ class BlockPool:
         self._free.retain(block, priority, seconds)
 
     def check_integrity(self, holders: dict[int, int]) -> None:
-        """Compare with `holders`, which maps a block to the number of block tables that contain it. Raises
-        `IntegrityError`.
+        """Compare with `holders`, which maps a block to the number of block tables that contain it.
+
+        Raises `IntegrityError`.
         """
         for block, count in enumerate(self._references):
             if count != holders.get(block, 0):

@@ -232,7 +232,7 @@ class KVCacheManager:
         if sequence.slot_copies:
             return
         outside = self._outside_window(sequence)
-        # A block must be registered before it is freed. Accepted drafts are registered by the next step.
+        # Blocks must be registered before they are freed. Accepted draft tokens are registered by the next step.
         end = min(outside.stop, sequence.num_cached_blocks) if self._caching else outside.stop
         for i in range(max(outside.start, sequence.num_window_freed_blocks), end):
             block = sequence.block_table[i]

@@ -91,8 +91,9 @@ class StepPlan:
         return (np.repeat(self.num_computed, np.diff(self.query_start)) + self.tree_depths).astype(np.int32)
 
     def slot_positions(self) -> Int32Array:
-        """Return the position whose slot each new token is written to, int32[T]; differs from `positions` only in a
-        tree.
+        """Return the position whose slot each new token is written to, int32[T].
+
+        Differs from `positions` only in a tree.
         """
         lengths = np.diff(self.query_start)
         starts = np.repeat(self.num_computed - self.query_start[:-1], lengths)

@@ -92,8 +92,9 @@ class TextEncoder:
     def load(
         cls, spec: EncoderSpec, source: TensorSource, stack: type[LayerStack], options: RunnerOptions
     ) -> TextEncoder:
-        """Load the weights. Raises `CheckpointError` if a tensor is missing or has the wrong shape,
-        `UnsupportedOption`.
+        """Load the weights.
+
+        Raises `CheckpointError` if a tensor is missing or has the wrong shape, `UnsupportedOption`.
         """
         tensors = EncoderTensors(source, (spec.prefix,))
         classifier = None

@@ -21,8 +21,7 @@ class TokenTable(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> TokenTable:
-        """Create the table for a model whose logits have width `vocab_size`, which may differ from the tokenizer's
-        size.
+        """Create the table for a model with logits of width `vocab_size`, which may differ from the tokenizer's size.
 
         The bytes are those written by the detokenizer, so the grammar matches the text of the output.
         """

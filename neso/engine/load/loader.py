@@ -174,10 +174,10 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
-    """Return the sampling defaults by vLLM's rules: `override_generation_config` overrides the file selected by
-    `generation_config`.
+    """Return the sampling defaults by vLLM's rules.
 
-    Raises `CheckpointError` with the file and the field.
+    `override_generation_config` overrides the file selected by `generation_config`. Raises `CheckpointError` with the
+    file and the field.
     """
     override = config.override_generation_config
     unknown = sorted(override.keys() - set(DEFAULT_NAMES))

@@ -158,8 +158,9 @@ class EngineCore:
         return outputs
 
     def _overlapped_step(self, last: LaunchedStep | None) -> tuple[LaunchedStep | None, list[SequenceOutput]]:
-        """Launch a step, then finish the previous one. Returns the launched step and the outputs of the
-        previous one.
+        """Launch a step, then finish the previous one.
+
+        Returns the launched step and the outputs of the previous one.
         """
         step, plan, outputs = self._next_step()
         if plan is None:
@@ -184,8 +185,9 @@ class EngineCore:
         return launched, outputs
 
     def _next_step(self) -> tuple[Step, StepPlan | None, list[SequenceOutput]]:
-        """Admit, schedule and plan. The plan is None if no sequence can run; the outputs are those of failed
-        sequences.
+        """Admit, schedule and plan.
+
+        The plan is None if no sequence can run; the outputs are those of failed sequences.
         """
         outputs = self._fail_expired()
         step = Step()

@@ -29,10 +29,9 @@ class TokenConstraint(Protocol):
         """Return masks of the logits rows: sequence i has 1 + num_drafts[i]. None if no row is masked."""
 
     def accept_token(self, sequence: Sequence, token_id: int, *, ends: bool) -> bool:
-        """Process the next token of a sequence; returns whether no token can follow it. `ends`: the token ends the
-        sequence.
+        """Process the next token of a sequence; returns whether no token can follow it.
 
-        Raises `RequestError`.
+        `ends`: the token ends the sequence. Raises `RequestError`.
         """
 
 
@@ -95,8 +94,9 @@ class TokenSelector:
     def append_tokens(
         self, sequence: Sequence, position: int, tokens: list[SampledToken], num_drafts: int = 0
     ) -> SequenceOutput:
-        """Write tokens at `position`: the end, or the position of placeholders. Tokens after one that ends it are
-        dropped.
+        """Write tokens at `position`: the end, or the position of placeholders.
+
+        Tokens after one that ends it are dropped.
         """
         request = sequence.request
         if tokens[0].token_id == INVALID_TOKEN:

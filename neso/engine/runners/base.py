@@ -151,10 +151,10 @@ class Runner(ABC):
         """
 
     def hidden_states(self) -> Float32Array:
-        """Return the final hidden states of the last step, float32[H, hidden_size]; row i belongs to
-        plan.hidden_rows[i].
+        """Return the final hidden states of the last step, float32[H, hidden_size].
 
-        For runners with "hidden_states". The caller may change them until the next step.
+        Row i belongs to plan.hidden_rows[i]. For runners with "hidden_states". The caller may change rows until the
+        next step.
         """
         raise NotImplementedError
 

@@ -118,8 +118,9 @@ def _dynamic(spec: RotarySpec, scaling: DynamicScaling, positions: npt.NDArray[n
 
 
 def _llama3(frequencies: Float32Array, scaling: Llama3Scaling) -> Float32Array:
-    """Scale by rotations per original context: keep above high_freq_factor, divide by the factor below
-    low_freq_factor.
+    """Scale by rotations per original context.
+
+    Frequencies above high_freq_factor are kept, those below low_freq_factor are divided by the factor.
     """
     rotations = scaling.original_max_position * frequencies / (2 * math.pi)
     ramp = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

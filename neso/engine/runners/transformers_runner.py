@@ -160,7 +160,7 @@ class TransformersRunner(DeviceRunner):
             raise UnsupportedOption("models run by transformers cannot be quantized here")
         if options.max_attention_window_size is not None or options.sink_token_length:
             raise UnsupportedOption(
-                "models run by transformers have windows of their own; max_attention_window_size and "
+                "models run by transformers use their own attention windows; max_attention_window_size and "
                 "sink_token_length are not supported"
             )
         if not isinstance(source, Checkpoint):
@@ -202,8 +202,9 @@ class TransformersRunner(DeviceRunner):
 
     @torch.inference_mode()
     def _probe(self, num_layers: int) -> list[HeadShape]:
-        """Return the head shapes of each layer. Raises `UnsupportedModel` if layers have state other than keys and
-        values.
+        """Return the head shapes of each layer.
+
+        Raises `UnsupportedModel` if layers have state other than keys and values.
         """
         probe, one = HeadProbe(), torch.ones(1, 1, dtype=torch.long, device=self.device)
         with use_attention(probe):

@@ -32,8 +32,9 @@ gets drafts in a later step.
 
 @dataclass(slots=True)
 class _Work:
-    """New tokens of a sequence for the draft model, starting at a position. `draft`: the draft to extend; None to only
-    catch up.
+    """New tokens of a sequence for the draft model, starting at a position.
+
+    `draft`: the draft to extend; None to only catch up.
     """
 
     sequence: Sequence

@@ -39,8 +39,9 @@ class Proposer:
         raise NotImplementedError
 
     def complete(self, step: Step) -> None:
-        """Fill in draft tokens. Called before every step, after scheduling: drafts may have been cut, and blocks are
-        allocated.
+        """Fill in draft tokens.
+
+        Called before every step, after scheduling: drafts may have been cut, and blocks are allocated.
         """
 
     def observe(self, sequences: list[Sequence], verified: list[Verified]) -> None:

@@ -117,8 +117,9 @@ def require_value(config: ConfigReader, field: str, supported: object) -> None:
 
 
 def read_qwen_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Return the windows of Qwen 2 and 3, from `layer_types` or `max_window_layers`; none unless
-    `use_sliding_window`.
+    """Return the windows of Qwen 2 and 3, from `layer_types` or `max_window_layers`.
+
+    There are none unless `use_sliding_window` is set.
     """
     enabled = config.boolean("use_sliding_window", False)
     window = config.integer("sliding_window", 4096) if enabled and _window_given(config) else None

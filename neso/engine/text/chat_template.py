@@ -28,8 +28,8 @@ from neso.generation import InvalidParameter
 
 MAX_PROMPT_CHARS = 64 * 1024 * 1024
 MAX_SECONDS = 10.0
-"""Time limit of one rendering in seconds, checked after each piece of output. A loop without output is only limited by
-the sandbox's limit of 100,000 for `range`.
+"""Limits of one rendering: characters of the prompt and seconds. They are checked after each piece of output; a loop
+without output is only limited by the sandbox's limit of 100,000 for `range`.
 """
 
 _CONTINUE_MARK = "\ue000continue here\ue001 "

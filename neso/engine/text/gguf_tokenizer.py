@@ -69,7 +69,7 @@ class Vocabulary:
         for token_id, token in enumerate(self.tokens):
             if ids.setdefault(token, token_id) != token_id:
                 raise TokenizerError(
-                    f"{metadata.path}: {_PREFIX}tokens: {token!r} is there twice, as {ids[token]} and {token_id}"
+                    f"{metadata.path}: {_PREFIX}tokens: {token!r} is duplicated, as {ids[token]} and {token_id}"
                 )
         return ids
 

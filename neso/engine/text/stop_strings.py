@@ -148,7 +148,7 @@ class StopWordFilter:
         return tokens[:safe]
 
     def finish(self, token_ids: Sequence[int], *, by_word: bool) -> tuple[list[int], Word | None]:
-        """Append the last tokens and return the rest of the output, and the stop word that was removed from its end.
+        """Append the last tokens; return the rest of the output, and the stop word removed from its end.
 
         `by_word`: a stop word ended the sequence.
         """

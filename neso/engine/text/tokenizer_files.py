@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 
 class TokenizerError(ValueError):
-    """The tokenizer files of a model are missing or invalid. The message has the file and a remedy."""
+    """The tokenizer files of a model are missing or invalid. The message names the file and suggests a fix."""
 
 
 _CONVERT_HINT = (
@@ -26,7 +26,7 @@ _CONVERT_HINT = (
 class TokenizerFiles:
     """Contents of the files of a model directory; a missing file is an empty mapping.
 
-    Readers of other formats fill the same fields.
+    Readers of other formats set the same fields.
     """
 
     backend: Backend

@@ -40,8 +40,9 @@ class StoredTensors(Protocol):
     def has_stored(self, name: str) -> bool: ...
 
     def stored_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """Return a read-only view, possibly unaligned. Raises `CheckpointError` if it is missing or does not have
-        `shape`.
+        """Return a read-only view, possibly unaligned.
+
+        Raises `CheckpointError` if it is missing or does not have `shape`.
         """
 
 

@@ -267,7 +267,7 @@ def test_all_families(tmp_path: Path) -> None:
         (lambda w: w.add_token_list(["a", "b", "a"]), "token_type' must be"),
         (
             lambda w: (w.add_token_list(["a", "b", "a"]), w.add_token_types([1, 1, 1])),
-            "'a' is there twice, as 0 and 2",
+            "'a' is duplicated, as 0 and 2",
         ),
         (lambda w: (w.add_add_bos_token(True), w.add_bos_token_id(10**6)), "add_bos_token is true"),
         (lambda w: w.add_array("tokenizer.chat_templates", ["lost"]), "chat_template.lost' is missing"),

@@ -219,6 +219,5 @@ def _with_finalizer(memory: Bytes, on_collected: Callable[[], None]) -> Bytes:
     return memory
 
 
-_finalizers: dict[
-    int, weakref.ref[Bytes]
-] = {}  # keeps the weak references alive; otherwise their callbacks do not run
+# Keeps the weak references alive; otherwise their callbacks do not run.
+_finalizers: dict[int, weakref.ref[Bytes]] = {}

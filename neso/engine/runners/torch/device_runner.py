@@ -83,10 +83,9 @@ class DeviceRunner(Runner):
 
     @abstractmethod
     def forward(self, plan: StepPlan, cache: KVCache, chosen: Tensor | None) -> Tensor:
-        """Return logits float32[R, vocab_size] on the device; writes new keys and values. Block copies are already
-        done.
+        """Return logits float32[R, vocab_size] on the device; writes new keys and values.
 
-        A token id -1 - r means chosen[r]; see `step_inputs`.
+        Block copies are already done. A token id -1 - r means chosen[r]; see `step_inputs`.
         """
 
     def allocate_cache(self, layout: CacheLayout) -> None:

@@ -51,8 +51,9 @@ def _round_rows(codes, scales, x, width, PADDED: tl.constexpr):
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes e4m3[rows, width] and scales float32[rows, 1] of x[rows, width]; the maximum of a row
-    becomes 448.
+    """Round x[rows, width] to codes e4m3[rows, width] and scales float32[rows, 1].
+
+    The maximum of a row becomes 448.
     """
     x = x.contiguous()
     rows, width = x.shape

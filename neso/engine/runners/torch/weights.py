@@ -68,8 +68,9 @@ class Float8Linear:
 
 
 def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes e4m3[rows, columns] and scales float32[rows, 1] of x[rows, columns]; the maximum of a row becomes
-    448.
+    """Round x[rows, columns] to codes e4m3[rows, columns] and scales float32[rows, 1].
+
+    The maximum of a row becomes 448.
     """
     if _multiplies_float8(x.device):
         from neso.engine.runners.torch.triton_operations import round_rows

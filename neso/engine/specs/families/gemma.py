@@ -108,8 +108,9 @@ def _read_softcap(config: ConfigReader, field: str, default: float | None) -> fl
 
 
 def _read_rotaries(config: ConfigReader, head_dim: int, max_position: int) -> tuple[RotarySpec, RotarySpec]:
-    """Read the rotations of full and of sliding-window layers: from `rope_parameters` by layer type, or from older
-    fields.
+    """Read the rotations of full and of sliding-window layers.
+
+    They are in `rope_parameters` by layer type, or in older fields.
     """
     if config.has("rope_parameters") and config.section("rope_parameters").nests_objects():
         kinds = config.section("rope_parameters")

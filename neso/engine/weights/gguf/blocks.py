@@ -50,9 +50,7 @@ def _q4_0(blocks: UInt8Array) -> Groups:
 
 
 def _q4_k(blocks: UInt8Array) -> Groups:
-    """Parse blocks of d and dmin float16, 6-bit scales and minima of 8 groups in 12 bytes, then 4 x 32 bytes of
-    nibbles.
-    """
+    """Parse blocks of d and dmin float16, 8 scales and minima of 6 bits in 12 bytes, then 4 x 32 bytes of nibbles."""
     packed = blocks[:, 4:16]
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     # Four plain 6-bit values, then four whose upper two bits are the unused upper bits of the first four.

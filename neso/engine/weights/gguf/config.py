@@ -41,8 +41,9 @@ def llama3_scaling(factors: npt.NDArray[np.float32], theta: float) -> dict[str, 
 
 
 def _llama3_factors(count: int, theta: float, factor: float, length: int) -> npt.NDArray[np.float64]:
-    """Return 1 for more than `_HIGH_FREQ` turns in `length` tokens, `factor` for fewer than `_LOW_FREQ`, a ramp
-    between.
+    """Return the divisor of each frequency.
+
+    1 for more than `_HIGH_FREQ` turns in `length` tokens, `factor` for fewer than `_LOW_FREQ`, a ramp between.
     """
     frequencies = theta ** (-np.arange(count) / count)
     turns = length * frequencies / (2 * math.pi)

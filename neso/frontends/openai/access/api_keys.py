@@ -76,7 +76,7 @@ class ApiKeys:
         if file is not None:
             self._read(file)
         if not self._keys:
-            raise InvalidArgument(f"the file of API keys '{file}' holds none")
+            raise InvalidArgument(f"the file of API keys '{file}' contains no keys")
 
     def find(self, secret: bytes) -> ApiKey | None:
         """Return the key with this secret, or None. Takes constant time for a given number of keys."""

@@ -135,7 +135,7 @@ def _request_logprobs(inputs: InputTensors, signature: Signature, top: int) -> N
         )
     if top != 0:
         raise InvalidParameter(
-            "logprobs", f"the model returns those of generated tokens only: expected 0, got {top}"
+            "logprobs", f"the model returns log probabilities of generated tokens only: expected 0, got {top}"
         )
     inputs.put(spec, [True], "logprobs")
 

@@ -217,7 +217,7 @@ def header_lines(headers: Headers) -> bytes:
     text = ""
     for name, value in headers:
         if "\n" in value or "\r" in value or "\n" in name or "\r" in name:
-            raise ValueError(f"header {name!r} holds a line break")
+            raise ValueError(f"header {name!r} contains a line break")
         text += f"{name}: {value}\r\n"
     return text.encode("latin-1")
 
