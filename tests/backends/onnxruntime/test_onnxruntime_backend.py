@@ -238,7 +238,7 @@ UNABLE = "unable to load model 'model', configuration expects datatype"
         ),
         (
             "optimization { execution_accelerators { cpu_execution_accelerator { name: 'openvino' } } }",
-            "model 'model' asks for OpenVINOExecutionProvider, this build of onnxruntime has",
+            "model 'model' needs OpenVINOExecutionProvider, this build of onnxruntime has",
         ),
         (
             "optimization { execution_accelerators { cpu_execution_accelerator { name: 'magic' } } }",
