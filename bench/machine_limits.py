@@ -69,7 +69,7 @@ class MachineLimits:
 
 
 def best_seconds(function: Callable[[], object], least: float = 0.4, runs: int = 4) -> float:
-    """Return the shortest of at least `runs` runs within at least `least` seconds, after a warm-up run.
+    """Return the shortest duration of at least `runs` runs and at least `least` seconds, after a warm-up run.
 
     Other processes of a shared machine can only increase the time.
     """

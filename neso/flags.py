@@ -71,7 +71,7 @@ def integer(minimum: int | None = None, maximum: int | None = None) -> Kind:
         try:
             value = int(text)
         except ValueError:
-            raise ValueError(f"expected a whole number, got '{text}'") from None
+            raise ValueError(f"expected an integer, got '{text}'") from None
         _check_bounds(value, minimum, maximum)
         return value
 

@@ -14,8 +14,8 @@ constexpr int kFewRows = 4 * kTileRows;
 // Prefetch distance of panels into the L2 cache: the hardware prefetcher does not keep up with tile loads. Measured.
 constexpr int kPrefetchBytes = 8192;
 
-// Store the sums of RowTiles x 16 rows and a panel to memory [tile][16][16]. The tiles of a row are contiguous, those of
-// the next 16 rows `tile_stride` values further.
+// Store the sums of RowTiles x 16 rows and a panel to memory [tile][16][16]. The tiles of a row are contiguous; the
+// tiles of the next 16 rows follow `tile_stride` values later.
 template <int RowTiles>
 NESO_INLINE void few_row_products(const bf16* rows, int64_t tile_stride, const bf16* panel, int depth, float* sums) {
     _tile_zero(0);
@@ -49,7 +49,7 @@ NESO_INLINE void few_row_products(const bf16* rows, int64_t tile_stride, const b
     if constexpr (RowTiles > 3) _tile_stored(3, sums + 3 * kTileSums, kTileBytes);
 }
 
-// Rows of the last tile beyond the input may contain anything: their sums are not stored.
+// Rows of the last tile after the input may have any content: their sums are not stored.
 inline void gemm_amx_few_rows(const Input& input, const Matrix& matrix, const GemmRange& range, float* out,
                               int64_t stride, bool accumulate) {
     const Tiles tiles;

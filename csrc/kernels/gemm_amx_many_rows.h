@@ -130,7 +130,7 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
     }
 }
 
-// Ranges of rows start at a multiple of 32. Rows of the last tile beyond the input may contain anything: their sums are
+// Ranges of rows start at a multiple of 32. Rows of the last tile after the input may have any content: their sums are
 // not stored.
 inline void gemm_amx_many_rows(const Input& input, const Matrix& matrix, const GemmRange& range, float* out,
                                int64_t stride, bool accumulate) {

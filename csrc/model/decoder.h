@@ -102,7 +102,7 @@ class Decoder {
     std::vector<RowSampler> samplers_;  // one per thread
     ExpertsRunner experts_;
 
-    // The plans of this step, one per window, and those of the last layer.
+    // The plans of this step, one per window, and the plans of the last layer.
     std::vector<AttentionPlan> plans_, last_plans_;
     std::vector<char> wanted_;
     int num_logits_rows_ = 0;

@@ -8,7 +8,7 @@
 namespace neso::wire {
 namespace {
 
-// Size of all outputs in bytes; larger ones are written without a copy.
+// Maximum size of all outputs in bytes that is copied; larger outputs are written without a copy.
 constexpr Py_ssize_t kMaxBytes = 64 << 10;
 
 // Interned attribute names.

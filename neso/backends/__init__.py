@@ -1,1 +1,1 @@
-"""Backends: each module or package implements `neso.server.backend.Backend` for one `backend` name."""
+"""Backends. Each module or package implements `neso.server.backend.Backend` for one `backend` name."""

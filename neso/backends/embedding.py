@@ -1,4 +1,4 @@
-"""The backend `embedding`: embedding models and rerankers on Neso's engine."""
+"""Backend `embedding`: embedding models and rerankers on Neso's engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Value = TypeVar("Value", bool, int)
 
 
 class EmbeddingBackend(EngineBackend):
-    """Maps texts to embeddings, class probabilities or scores of text pairs."""
+    """Computes embeddings, class probabilities or scores of text pairs."""
 
     @classmethod
     def auto_complete(
@@ -39,7 +39,7 @@ class EmbeddingBackend(EngineBackend):
         await super().load()
         if self.pooling is None:
             await self.unload()
-            raise InvalidArgument(f"the runner of model '{self.context.name}' gives no vectors")
+            raise InvalidArgument(f"the runner of model '{self.context.name}' does not support embeddings")
 
     @property
     def language_model(self) -> None:
@@ -88,7 +88,7 @@ def _params(request: InferenceRequest) -> PoolingParams:
 
 
 def _value(request: InferenceRequest, name: str, kind: type[Value]) -> Value | None:
-    """A scalar input, or the request parameter of that name; None if both are absent."""
+    """Return a scalar input, or the request parameter with this name; None if both are absent."""
     tensor = request.inputs.get(name)
     value = request.parameters.get(name) if tensor is None else tensor.array.reshape(-1)[0].item()
     try:
@@ -121,7 +121,7 @@ OUTPUTS = (
     TensorField("probabilities", "TYPE_FP32", (-1, -1)),
     TensorField("num_input_tokens", "TYPE_UINT32", (-1,)),
 )
-"""`score` is returned for text pairs, `probabilities` (of classes) if requested, else `embedding`."""
+"""`score` is returned for text pairs, `probabilities` (of classes) if requested, otherwise `embedding`."""
 
 
 def complete_config(config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of text generation by vLLM's names and buckets, shared by the backends of language models."""
+"""Text-generation metrics with vLLM's names and buckets, shared by the backends of language models."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class GenerationMetrics:
         )
 
     def observe_pooled(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Count a finished request for embeddings or scores."""
+        """Record a finished request for embeddings or scores."""
         self.prompt_tokens.inc(num_prompt_tokens)
         self.request_prompt_tokens.observe(num_prompt_tokens)
         self.request.observe(seconds)

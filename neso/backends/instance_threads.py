@@ -1,4 +1,4 @@
-"""Shared by backends that run each instance of a model in a thread."""
+"""Instance threads, for backends that run each instance of a model in a thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class StoppableThread(Protocol):
-    """A thread that executes items of `work` until it receives None. `ended` is resolved when it ends."""
+    """A thread that executes items of `work` until it receives None. `ended` is resolved when the thread ends."""
 
     work: SimpleQueue[Any]
     ended: Future[None]
@@ -23,7 +23,7 @@ class StoppableThread(Protocol):
 
 
 async def stop_threads(threads: Iterable[StoppableThread], model: str, timeout: float) -> None:
-    """End the threads after their queued work, and wait up to `timeout` seconds. Threads that hang are logged."""
+    """End the threads after their queued work; wait up to `timeout` seconds. Hanging threads are logged."""
     running = [thread for thread in threads if thread.alive]
     for thread in running:
         thread.work.put(None)

@@ -1,4 +1,4 @@
-"""Option files beside a model, and paths in them."""
+"""Option files next to a model, and paths in these files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from neso.server.errors import InvalidArgument
 
 
 def resolve_relative(path: str | Path, *places: Path) -> Path | None:
-    """An existing path: absolute, or relative to the first of `places` where it exists; None if it does not exist."""
+    """Return an existing path: absolute, or relative to the first of `places` that contains it; None if not found."""
     return next((found for place in places if (found := place / path).exists()), None)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file does not exist. Raises `InvalidArgument`."""
+    """Read the JSON object in a file; empty if the file does not exist. Raises `InvalidArgument`."""
     if not path.is_file():
         return {}
     try:
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_generation_config(source: str, *places: Path) -> str:
-    """Resolve the option `generation_config`, whose path can be relative to `places`."""
+    """Resolve the option `generation_config`, a path that can be relative to `places`."""
     if source in (AUTO, NO_DEFAULTS):
         return source
     return str(resolve_relative(Path(source).expanduser(), *places) or source)

@@ -1,4 +1,4 @@
-"""Text-generation tensors: declares them in a configuration and reads their values."""
+"""Text-generation tensors: declaration in a configuration, and reading of values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TensorField:
     """One input or output. `data_type` as in config.pbtxt; `dims` without the batch dimension.
 
     - optional: the input can be omitted
-    - scalar: with a batch dimension, the backend sees one element without its dimension (`reshape { shape: [ ] }`)
+    - scalar: with a batch dimension, the backend gets one element without its dimension (`reshape { shape: [ ] }`)
     - ragged: with a batch dimension, requests of one batch can differ in shape (`allow_ragged_batch`)
     """
 
@@ -31,7 +31,7 @@ class TensorField:
 
 
 def add_inputs(config: Any, fields: Iterable[TensorField]) -> None:
-    """Add the inputs that a `ModelConfig` does not have."""
+    """Add the missing inputs to a `ModelConfig`."""
     for field in _missing(config, fields):
         tensor = _add(config.input, field)
         tensor.optional = field.optional
@@ -42,7 +42,7 @@ def add_inputs(config: Any, fields: Iterable[TensorField]) -> None:
 
 
 def add_outputs(config: Any, fields: Iterable[TensorField]) -> None:
-    """Add the outputs that a `ModelConfig` does not have."""
+    """Add the missing outputs to a `ModelConfig`."""
     for field in _missing(config, fields):
         _add(config.output, field)
 
@@ -59,19 +59,19 @@ def _add(tensors: Any, field: TensorField) -> Any:
 
 
 def bool_input(request: InferenceRequest, name: str, *, default: bool) -> bool:
-    """The value of a boolean input with one element."""
+    """Return the value of a boolean input with one element."""
     tensor = request.inputs.get(name)
     return default if tensor is None else bool(tensor.array.reshape(-1)[0])
 
 
 def text_input(request: InferenceRequest, name: str) -> str:
-    """The value of a string input with one element. Raises `InvalidArgument` if it is not UTF-8."""
+    """Return the value of a string input with one element. Raises `InvalidArgument` if it is not UTF-8."""
     (value,) = request.inputs[name].strings()
     return value
 
 
 def request_logprobs(values: dict[str, Any], wanted: Container[str]) -> None:
-    """Set `logprobs` in sampling parameters as the outputs `wanted` need it, unless it is set."""
+    """Set `logprobs` in sampling parameters to the value that the outputs `wanted` require, unless it is set."""
     if "logprobs" in wanted:
         values.setdefault("logprobs", 1)
     if "cumulative_logprob" in wanted:
@@ -79,12 +79,12 @@ def request_logprobs(values: dict[str, Any], wanted: Container[str]) -> None:
 
 
 def json_input(request: InferenceRequest, name: str) -> dict[str, Any]:
-    """An input that is the text of a JSON object. Raises `InvalidArgument`."""
+    """Read an input that contains a JSON object as text. Raises `InvalidArgument`."""
     return json_object(name, text_input(request, name))
 
 
 def json_object(name: str, text: str) -> dict[str, Any]:
-    """The JSON object that input `name` holds as text. Raises `InvalidArgument`."""
+    """Parse `text`, the JSON object in input `name`. Raises `InvalidArgument`."""
     try:
         values = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -95,5 +95,5 @@ def json_object(name: str, text: str) -> dict[str, Any]:
 
 
 def tensor_error_text(error: InvalidParameter) -> str:
-    """The message of an error, with the name of the tensor where it differs from the field."""
+    """Return the message of an error, with the name of the tensor instead of the field if they differ."""
     return f"image: {error.message}" if error.field == "images" else str(error)

@@ -58,7 +58,7 @@ def build(
 
             if quantization is BuildQuantization.fp8:
                 if tensor_parallel != 1 or dtype is not BuildDType.auto:
-                    raise UnsupportedOption("fp8 goes with neither --tensor-parallel nor --dtype")
+                    raise UnsupportedOption("fp8 cannot be combined with --tensor-parallel or --dtype")
                 build_float8(resolve_model(model), target, progress)
             else:
                 build_engine(resolve_model(model), target, options, tensor_parallel, progress)

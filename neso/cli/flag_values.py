@@ -115,7 +115,7 @@ class FlagValues:
                 return flag
         close = get_close_matches(entry.key, self._flags, 1)
         hint = f", did you mean '{close[0]}'?" if close else ""
-        raise OptionError(f"{entry.origin}: there is no such option{hint}")
+        raise OptionError(f"{entry.origin}: unknown option{hint}")
 
     def _warn_ignored(self, flag: Flag) -> None:
         if flag.name not in self._given or not flag.ignored:
@@ -140,7 +140,7 @@ class ConfigEntry:
 
 
 def read_config(path: Path) -> list[ConfigEntry]:
-    """Read a YAML file whose keys are names of flags. Raises `OptionError` that names file and line."""
+    """Read a YAML file whose keys are names of flags. Raises `OptionError` naming file and line."""
     import yaml
 
     try:

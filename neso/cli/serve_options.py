@@ -124,7 +124,7 @@ def _models(texts: list[str], served_name: str | None) -> tuple[ModelArgument, .
     if served_name is None:
         return models
     if len(models) != 1:
-        raise OptionError("--served-model-name is the name of one MODEL; of several, give each as NAME=MODEL")
+        raise OptionError("--served-model-name names a single MODEL; name several as NAME=MODEL")
     return (ModelArgument.parse(f"{served_name}={models[0].checkpoint}"),)
 
 

@@ -24,9 +24,9 @@ _ALIASES = {"enable_kv_cache_reuse": "enable_prefix_caching"}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of one engine; those of its parts (`scheduler`, `lora`, `scores`, `speculation`) are set by flat names.
+    """Options of one engine. Options of its parts (`scheduler`, `lora`, `scores`, `speculation`) are set by flat names.
 
-    The size of the KV cache follows from several options: see `num_cache_blocks`.
+    The size of the KV cache is computed from several options: see `num_cache_blocks`.
     """
 
     model: Annotated[str, Meta(description="Checkpoint directory or GGUF file.")]
@@ -119,14 +119,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def option_names(cls) -> frozenset[str]:
-        """The names that `from_options` accepts."""
+        """Return the names accepted by `from_options`."""
         return frozenset({*(option.name for option in engine_options()), *_ALIASES})
 
     @classmethod
     def from_options(cls, model: str, options: Mapping[str, object]) -> EngineConfig:
-        """From flat options (parameters of a model, keyword arguments).
+        """Create a configuration from flat options (model parameters, keyword arguments).
 
-        Values can be strings, objects JSON. Raises `ValueError` for an unknown name or an invalid value.
+        Values can be strings, and objects JSON. Raises `ValueError` for an unknown name or an invalid value.
         """
         options = {_ALIASES.get(name, name): value for name, value in options.items()}
         known = {option.name: option for option in engine_options()}
@@ -150,7 +150,7 @@ _PARTS: dict[str, type[msgspec.Struct]] = {
 
 
 class EngineOption(NamedTuple):
-    """An option: `part` is the field of `EngineConfig` that it belongs to, "" for `EngineConfig` itself."""
+    """An option. `part`: the field of `EngineConfig` that contains it; "" for `EngineConfig` itself."""
 
     name: str
     type: Any
@@ -160,7 +160,7 @@ class EngineOption(NamedTuple):
 
 
 def engine_options() -> list[EngineOption]:
-    """All options except `model`."""
+    """Return all options except `model`."""
     own = [field for field in msgspec.structs.fields(EngineConfig) if field.name not in ("model", *_PARTS)]
     fields = [("", field) for field in own]
     fields += [(part, field) for part, struct in _PARTS.items() for field in msgspec.structs.fields(struct)]

@@ -1,4 +1,4 @@
-"""Errors of an engine as a whole."""
+"""Errors of an engine."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ class EngineBusy(EngineError):
 
 
 class EngineDead(EngineError):
-    """The engine's process has ended; requests fail until the model is loaded again."""
+    """The engine process has ended; requests fail until the model is loaded again."""

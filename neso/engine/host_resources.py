@@ -1,4 +1,4 @@
-"""CPU cores and memory that this process can use, within its CPU affinity and the limits of its cgroup (v1 and v2).
+"""CPU cores and memory available to this process, within its CPU affinity and the limits of its cgroup (v1 and v2).
 
 A container sees the CPUs and the memory of its host in /proc; its own limits are in the cgroup file system:
 
@@ -7,9 +7,9 @@ A container sees the CPUs and the memory of its host in /proc; its own limits ar
     memory      memory.max       memory.limit_in_bytes
     usage       memory.current   memory.usage_in_bytes
 
-The limits of a cgroup apply to the groups below it, therefore all groups from the process's own to the root are read.
-The page cache counts towards the usage of a cgroup, but the kernel reclaims it when memory is needed: it is available.
-`root` is the directory in which proc/ and sys/ are found; tests use other trees.
+The limits of a cgroup apply to the groups below it, so all groups from the process's own to the root are read. The page
+cache counts towards the usage of a cgroup, but the kernel reclaims it when memory is needed, so it counts as available.
+`root` is the directory that contains proc/ and sys/; tests use other directories.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _PAGE_CACHE = ("inactive_file", "active_file")
 
 
 def available_cores(root: Path = _ROOT, cpus: Iterable[int] | None = None) -> int:
-    """Physical cores that this process can use: the default number of threads. At least 1.
+    """Return the number of physical cores available to this process: the default number of threads. At least 1.
 
-    Hyperthreads of one core count once. A CPU quota is rounded down: more threads than that are throttled together.
+    Hyperthreads of one core count once. A CPU quota is rounded down, because additional threads would be throttled.
     `cpus` are the logical CPUs of the process, by default its affinity mask.
     """
     if cpus is None:
@@ -37,7 +37,7 @@ def available_cores(root: Path = _ROOT, cpus: Iterable[int] | None = None) -> in
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Bytes that this process can allocate without swapping, within the limits of its cgroups."""
+    """Return the bytes that this process can allocate without swapping, within the limits of its cgroups."""
     available = _host_memory(root)
     for group in _cgroups(root, "memory"):
         limit = _read_int(group / "memory.max", group / "memory.limit_in_bytes")
@@ -48,7 +48,7 @@ def available_memory(root: Path = _ROOT) -> int:
 
 
 def _core_of(root: Path, cpu: int) -> str:
-    """Identifies the physical core of a logical CPU: the list of its hyperthreads."""
+    """Return an identifier of the physical core of a logical CPU: the list of its hyperthreads."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     return _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list") or str(cpu)
 
@@ -62,31 +62,31 @@ def _host_memory(root: Path) -> int:
 
 
 def _cpu_quota(group: Path) -> float | None:
-    """CPUs' worth of time of a cgroup; None without a limit."""
+    """Return the CPU time limit of a cgroup in CPUs; None without a limit."""
     quota, _, period = _read(group / "cpu.max").partition(" ")
     if not quota:
         quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
-    if not quota.isdigit() or not period.isdigit() or not int(period):  # "max" and -1 are no limit
+    if not quota.isdigit() or not period.isdigit() or not int(period):  # "max" and -1 mean no limit
         return None
     return int(quota) / int(period)
 
 
 def _page_cache(group: Path) -> int:
-    """Bytes of the page cache that a cgroup is charged for."""
+    """Return the bytes of page cache charged to a cgroup."""
     values = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines() if " " in line)
-    # In version 1 only the names with "total_" include the groups below.
+    # In version 1, only the names with "total_" include the groups below.
     return sum(int(values.get(f"total_{name}", values.get(name, 0))) for name in _PAGE_CACHE)
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Directories of the process's cgroups with `controller`, from its own up to the root of the mount."""
+    """Yield the directories of the process's cgroups with `controller`, from its own up to the root of the mount."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         is_v2 = hierarchy == "0" and not controllers
         if not is_v2 and controller not in controllers.split(","):
             continue
         for mount_root, mount_point in _cgroup_mounts(root, None if is_v2 else controller):
-            # A mount can show a part of the hierarchy only: in a container, often its own group.
+            # A mount can show only a part of the hierarchy; in a container, often only its own group.
             relative = os.path.relpath(path, mount_root)
             if relative.startswith(".."):
                 relative = "."
@@ -99,7 +99,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _cgroup_mounts(root: Path, controller: str | None) -> Iterator[tuple[str, str]]:
-    """(root of the mounted hierarchy, mount point) of cgroup v2, or of a controller of v1."""
+    """Yield (root of the mounted hierarchy, mount point) of cgroup v2, or of a controller of v1."""
     for line in _read(root / "proc/self/mountinfo").splitlines():
         fields, _, source = line.partition(" - ")
         kind, _, options = source.partition(" ")
@@ -113,7 +113,7 @@ def _words(options: str) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    """Contents of a file, "" if it cannot be read."""
+    """Return the contents of a file; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, ValueError):
@@ -121,6 +121,6 @@ def _read(path: Path) -> str:
 
 
 def _read_int(*paths: Path) -> int | None:
-    """The number in the first of the files that exists; None for "max" or if there is none."""
+    """Return the number in the first file that exists; None for "max" or if no file exists."""
     text = next((text for path in paths if (text := _read(path))), "")
     return int(text) if text.isdigit() else None

@@ -138,7 +138,7 @@ class HttpOptions:
     ] = None
 
     def server(self) -> HttpServerOptions:
-        """Options of the HTTP server. Raises `InvalidArgument` for TLS files that cannot be used."""
+        """Return the options of the HTTP server. Raises `InvalidArgument` for TLS files that cannot be used."""
         from neso.frontends.transport.http1 import HttpServerOptions
 
         return HttpServerOptions(
@@ -274,7 +274,7 @@ class GrpcOptions:
         return f"{host}:{self.port}"
 
     def server(self) -> GrpcServerOptions:
-        """Options of the gRPC server. Raises `InvalidArgument` for TLS files that cannot be used."""
+        """Return the options of the gRPC server. Raises `InvalidArgument` for TLS files that cannot be used."""
         from neso.frontends.transport.grpc import GrpcServerOptions
         from neso.frontends.transport.http2 import Http2Options
 

@@ -71,7 +71,7 @@ def _api_keys(
         Path | None,
         Flag(
             "api-key-file",
-            "File with one [NAME:]KEY a line; read again when it changes, and on SIGHUP.",
+            "File with one [NAME:]KEY per line; reloaded when it changes and on SIGHUP.",
         ),
     ] = None,
 ) -> ApiKeys | None:

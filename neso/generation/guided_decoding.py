@@ -207,7 +207,7 @@ def _read_guide(given: Mapping[str, Any]) -> GuidedDecoding:
     if kind == "json":
         return GuidedDecoding(json_object=True, source_field=_GUIDE_TYPE)
     if _GUIDE not in given:
-        raise InvalidParameter(_GUIDE, f"is needed beside {_GUIDE_TYPE} {kind}")
+        raise InvalidParameter(_GUIDE, f"is required with {_GUIDE_TYPE} {kind}")
     return _make({_GUIDE_TYPES[kind]: given[_GUIDE]}, _GUIDE)
 
 

@@ -135,7 +135,7 @@ class GenerationRequest:
     - images: in the order of the prompt's image tokens; each is the bytes of a file, its base64 or data: URL, a Pillow
       image, or uint8[height, width, 3]
     - detokenize: False for output without text
-    - stream: False allows the model to return the whole text at once
+    - stream: False allows the model to return the whole text in one message
     """
 
     prompt: str | list[int]

@@ -323,7 +323,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return cls(**values_by_name, limits_tokens=limits_tokens and "max_new_tokens" in values_by_name)
 
     def given(self) -> dict[str, Any]:
-        """The defaults that are set, without `max_new_tokens`, by field of `SamplingParams`."""
+        """Return the defaults that are set, without `max_new_tokens`, by field of `SamplingParams`."""
         return {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
 
     def max_tokens(self, requested: int | None) -> int | None:

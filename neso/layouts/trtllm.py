@@ -134,7 +134,7 @@ ENSEMBLE, BLS = "ensemble", "tensorrt_llm_bls"
 
 
 def preprocessing_config(options: TrtllmOptions) -> str:
-    """config.pbtxt of preprocessing (text to token ids)."""
+    """Return config.pbtxt of preprocessing (text to token ids)."""
     return (
         _header(PREPROCESSING, 'backend: "python"', options)
         + pbtxt.instances(options.instances)
@@ -152,7 +152,7 @@ def preprocessing_config(options: TrtllmOptions) -> str:
 
 
 def postprocessing_config(options: TrtllmOptions) -> str:
-    """config.pbtxt of postprocessing (token ids to text)."""
+    """Return config.pbtxt of postprocessing (token ids to text)."""
     return (
         _header(POSTPROCESSING, 'backend: "python"', options)
         + pbtxt.instances(options.instances)
@@ -169,7 +169,7 @@ def postprocessing_config(options: TrtllmOptions) -> str:
 
 
 def generation_config(options: TrtllmOptions, *, draft: bool = False) -> str:
-    """config.pbtxt of tensorrt_llm, or of the draft model for speculative decoding."""
+    """Return config.pbtxt of tensorrt_llm, or of the draft model for speculative decoding."""
     limits = {
         "max_tokens_in_paged_kv_cache": options.kv_cache_tokens,
         "kv_cache_free_gpu_mem_fraction": options.kv_cache_free_gpu_mem_fraction,
@@ -196,7 +196,7 @@ def generation_config(options: TrtllmOptions, *, draft: bool = False) -> str:
 
 
 def ensemble_config(options: TrtllmOptions) -> str:
-    """config.pbtxt of ensemble: preprocessing, tensorrt_llm and postprocessing as a dataflow graph."""
+    """Return config.pbtxt of ensemble: preprocessing, tensorrt_llm and postprocessing as a dataflow graph."""
     return (
         _header(ENSEMBLE, 'platform: "ensemble"', options)
         + pbtxt.decoupled(options.decoupled)
@@ -207,7 +207,7 @@ def ensemble_config(options: TrtllmOptions) -> str:
 
 
 def bls_config(options: TrtllmOptions) -> str:
-    """config.pbtxt of tensorrt_llm_bls: the same chain as a Python model."""
+    """Return config.pbtxt of tensorrt_llm_bls: the same chain as a Python model."""
     return (
         _header(BLS, 'backend: "python"', options)
         + pbtxt.decoupled(options.decoupled)

@@ -174,7 +174,7 @@ class Backend(ABC):
         return sum(not spec.passive for spec in instances_of(self.context.config))
 
     async def update_instances(self, config: Any) -> bool:
-        """Change the number of instances to that of `config`, without a reload. No other field of `config` differs.
+        """Change the number of instances to the number in `config`, without a reload. `config` has no other changes.
 
         Returns True once `num_instances` has changed; False if a reload is required. If it raises `ServerError`,
         nothing has changed.
@@ -193,10 +193,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def unload(self) -> None:
-        """Finish the requests in flight (no new ones are submitted), then release all resources."""
+        """Finish the requests in flight (no new requests are submitted), then release all resources."""
 
     def ready(self) -> bool:
-        """Whether requests can be executed now."""
+        """Return whether requests can be executed now."""
         return True
 
     async def check_ready(self) -> bool:

@@ -91,11 +91,11 @@ class Core:
         await self.tracing.close()
 
     def live(self) -> bool:
-        """Whether the server is not stopping."""
+        """Return whether the server is not stopping."""
         return not self._stopping
 
     def ready(self) -> bool:
-        """Whether the server has started and, with `strict_readiness`, every requested model is ready."""
+        """Return whether the server has started and, with `strict_readiness`, every requested model is ready."""
         if not self._started or self._stopping:
             return False
         return not self.options.strict_readiness or self._lifecycle.all_ready()
@@ -121,7 +121,7 @@ class Core:
         return self._table.find(name, version, namespace)
 
     def model_ready(self, name: str, version: str = "", namespace: str = "") -> bool:
-        """Whether a model accepts requests; False if it is unknown or not loaded."""
+        """Return whether a model accepts requests; False if it is unknown or not loaded."""
         try:
             return self.model(name, version, namespace).ready()
         except ServerError:
@@ -135,17 +135,17 @@ class Core:
             return False
 
     def models(self) -> list[Model]:
-        """All ready model versions."""
+        """Return all ready model versions."""
         records = sorted(self._table, key=lambda record: record.id)
         return [model for record in records for model in record.models]
 
     async def render_metrics(self) -> bytes:
-        """All metrics in the Prometheus text format."""
+        """Return all metrics in the Prometheus text format."""
         await self._machine_metrics.update()
         return await self.metrics.render_in_turns()
 
     def kv_cache_load(self) -> KvCacheLoad | None:
-        """KV-cache utilization of the language models; None if no model reports it."""
+        """Return the KV-cache utilization of the language models; None if no model reports it."""
         samples = self.metrics.samples(KV_CACHE_FAMILY.name) or self.custom_metrics.samples(
             KV_CACHE_FAMILY.name
         )
@@ -154,7 +154,7 @@ class Core:
     def trace_settings(
         self, model: str = "", changes: Mapping[str, Sequence[str]] | None = None
     ) -> dict[str, str | list[str]]:
-        """Apply `changes` and return the trace settings of a model, or the global ones. Raises `ServerError`."""
+        """Apply `changes` and return the trace settings of a model, or the global settings. Raises `ServerError`."""
         if model and not self.model_ready(model):
             raise InvalidArgument(f"Request for unknown model : {model}")
         if changes:
@@ -162,7 +162,7 @@ class Core:
         return self.tracing.settings(model)
 
     def repository_index(self, ready_only: bool = False) -> list[IndexEntry]:
-        """Models in the repositories and models loaded from elsewhere, with their states."""
+        """Return the models in the repositories and models loaded from elsewhere, with their states."""
         entries = self._control.index()
         return [entry for entry in entries if entry.state is ModelState.READY or not ready_only]
 

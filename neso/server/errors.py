@@ -89,9 +89,8 @@ def as_server_error(error: Exception) -> ServerError:
     """Convert `error` to a `ServerError` whose `__cause__` is the original."""
     if isinstance(error, ServerError):
         return error
-    from neso.generation import (
-        InvalidParameter,
-    )  # imports numpy, which the options of `neso serve` must not import
+    # Imports numpy, which the options of `neso serve` must not import.
+    from neso.generation import InvalidParameter
 
     wrapped = (InvalidArgument if isinstance(error, InvalidParameter) else InternalError)(str(error))
     wrapped.__cause__ = error

@@ -103,7 +103,7 @@ class Model:
         return len(self._in_flight)
 
     def ready(self) -> bool:
-        """Whether requests are accepted and the backend can execute them."""
+        """Return whether requests are accepted and the backend can execute them."""
         return not self._retired and self._backend.ready()
 
     async def check_ready(self) -> bool:
@@ -111,7 +111,7 @@ class Model:
         return not self._retired and await self._backend.check_ready()
 
     def metadata(self) -> ModelMetadata:
-        """Model metadata of the KServe protocol. The platform defaults to the backend's name."""
+        """Return model metadata of the KServe protocol. The platform defaults to the backend's name."""
         return ModelMetadata(
             self.name,
             list(self.versions),
@@ -180,7 +180,7 @@ class Model:
             if self.language_model is None:
                 raise Unsupported(f"model '{self.name}' is not a language model")
         elif self.pooling_model is None:
-            raise Unsupported(f"model '{self.name}' gives no vectors")
+            raise Unsupported(f"model '{self.name}' does not support embeddings")
         return 1
 
     def _start(self, stream: ResponseStream) -> None:

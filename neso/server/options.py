@@ -23,7 +23,7 @@ class ModelControlMode(str, Enum):
     NONE = "none"
     """All models of the repositories are loaded at start."""
     EXPLICIT = "explicit"
-    """The startup models are loaded at start, others on request."""
+    """The startup models are loaded at start, other models on request."""
     POLL = "poll"
     """The repositories are polled; changed models are loaded and unloaded accordingly."""
 

@@ -30,7 +30,7 @@ class Classifier:
         }
 
     def classify(self, outputs: list[Tensor], wanted: Mapping[str, int]) -> list[Tensor]:
-        """Replace each output in `wanted` by its top classes, as many as given there. Raises `InvalidArgument`."""
+        """Replace each output in `wanted` by its `wanted[name]` top classes. Raises `InvalidArgument`."""
         return [
             self._classes(tensor, wanted[tensor.name]) if tensor.name in wanted else tensor
             for tensor in outputs

@@ -161,7 +161,7 @@ def test_invalid_engine_options(arguments, message):
 def test_served_model_name():
     (model,) = parse("org/model", "--served-model-name=chat").models
     assert model == ModelArgument("chat", "org/model")
-    with pytest.raises(OptionError, match="of one MODEL"):
+    with pytest.raises(OptionError, match="a single MODEL"):
         parse("a", "b", "--served-model-name=chat")
     with pytest.raises(OptionError, match="expected CHECKPOINT or NAME=CHECKPOINT"):
         parse("a", "--served-model-name=")

@@ -106,7 +106,7 @@ def test_spellings_of_false(text):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--http-port=http"], "--http-port: expected a whole number, got 'http'"),
+        (["--http-port=http"], "--http-port: expected an integer, got 'http'"),
         (["--http-port=65536"], "--http-port: expected at most 65535"),
         (["--http-port=-1"], "--http-port: expected at least 0"),
         (["--http-port=1", "--http-port=2"], "--http-port: given more than once: 1, 2"),
@@ -129,7 +129,7 @@ def test_invalid_values(arguments, message):
         parse(*arguments)
 
 
-def test_addresses_default_to_that_of_http():
+def test_addresses_default_to_the_http_address():
     options = parse("--http-address=127.0.0.1")
     assert options.metrics.host == options.openai.host == "127.0.0.1"
     assert options.grpc.host == "0.0.0.0"

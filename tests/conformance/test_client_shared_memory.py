@@ -207,7 +207,7 @@ def test_mixed_shared_memory_and_inline_tensors(triton, module, memory):
     assert result.as_numpy("T").tolist() == STRINGS.tolist() and result.as_numpy("Y") is None
 
 
-def test_a_region_with_an_offset(triton, module, memory):
+def test_region_with_an_offset(triton, module, memory):
     triton.register_system_shared_memory("strings", key(memory), 64, offset=1000)
     inputs = plain_inputs(module)
     inputs[1].set_shared_memory("strings", STRINGS_SIZE, offset=24)
@@ -299,7 +299,9 @@ async def test_with_the_asyncio_clients(protocol, aio, process, memory):
 
 
 @pytest.mark.parametrize(("protocol", "aio"), [("http", http_aio), ("grpc", grpc_aio)])
-async def test_unregistered_region_stays_until_its_requests_end(protocol, aio, process, memory, repository):
+async def test_unregistered_region_stays_mapped_until_its_requests_end(
+    protocol, aio, process, memory, repository
+):
     folder = repository / "double" / "1"
     for name in ("begun", "go"):
         (folder / name).unlink(missing_ok=True)

@@ -64,7 +64,7 @@ def test_unknown_usage_is_omitted(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("model", BY_TENSORS)
-def test_unary_and_streamed_answers_are_equal(client: openai.OpenAI, model: str) -> None:
+def test_unary_and_streamed_responses_are_equal(client: openai.OpenAI, model: str) -> None:
     whole = complete(client, model, max_tokens=99)
     assert whole.choices[0].text == "".join(WORDS)
     assert whole.choices[0].finish_reason == "stop"
@@ -78,14 +78,14 @@ def test_unary_and_streamed_answers_are_equal(client: openai.OpenAI, model: str)
 
 
 @pytest.mark.parametrize("model", ["vllm_words", "trtllm_words", "words_ensemble"])
-def test_max_tokens_limits_the_answer(client: openai.OpenAI, model: str) -> None:
+def test_max_tokens_limits_the_output(client: openai.OpenAI, model: str) -> None:
     (choice,) = complete(client, model, max_tokens=3).choices
     assert (choice.text, choice.finish_reason) == (" w0 w1 w2", "length")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("model", BY_TENSORS)
-def test_a_stop_string_is_not_shown(client: openai.OpenAI, model: str, stream: bool) -> None:
+def test_stop_strings_are_not_output(client: openai.OpenAI, model: str, stream: bool) -> None:
     answer = complete(client, model, max_tokens=99, stop=["w3", "w5"], stream=stream)
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == " w0 w1 w2 "

@@ -46,7 +46,7 @@ def checkpoint(tmp_path) -> Path:
     return Path(shutil.copytree(PILOT, tmp_path / "copy"))
 
 
-def test_repository_with_good_and_broken_models(tmp_path):
+def test_repository_with_valid_and_invalid_models(tmp_path):
     write_model(tmp_path, "add_one", CONFIG, model__py=ADD_ONE)
     write_model(tmp_path, "broken", 'backend: "python"\ninput [{ name: }]')
     write_model(tmp_path, "strange", 'backend: "warp"')
@@ -120,7 +120,7 @@ def _architecture(directory: Path) -> None:
     ],
     ids=["truncated", "scrambled", "architecture", "bad-config", "no-config", "tokenizer"],
 )
-def test_corrupt_checkpoint_is_reported(checkpoint, spoil, reason):
+def test_corrupted_checkpoint_is_reported(checkpoint, spoil, reason):
     spoil(checkpoint)
     with ServerProcess(checkpoint) as server:
         assert server.process.wait(60) == 1

@@ -100,7 +100,7 @@ def test_stream_of_new_tokens(stream, expected):
     assert set(responses[0]) == {"output_ids", "sequence_length"}
 
 
-def test_unary_answer_starts_with_the_prompt(stream, expected):
+def test_unary_response_starts_with_the_prompt(stream, expected):
     (response,) = stream.ask(prompt_inputs(PROMPT, LENGTH))
     assert response["output_ids"].tolist() == [[PROMPT + expected]]
     assert response["sequence_length"].tolist() == [[len(PROMPT) + LENGTH]]
@@ -257,7 +257,7 @@ def slow_stream(slow_server):
         yield found
 
 
-def test_stop_ends_the_request_with_that_id(slow_stream):
+def test_stop_ends_the_request_with_the_same_id(slow_stream):
     stream = slow_stream
     stream.send(prompt_inputs(PROMPT, 480, streaming=TRUE), "long")
     stream.send(prompt_inputs(PROMPT, 480), "whole")

@@ -167,7 +167,7 @@ def test_generate_equals_transformers(server, oracle, prompt, images):
     assert answer["num_input_tokens"] == length
 
 
-def test_answers_depend_on_the_images(oracle):
+def test_output_depends_on_the_images(oracle):
     """Otherwise the token comparisons would prove nothing."""
     answers = {tuple(oracle(*prompt)[0]) for prompt in PROMPTS.values()}
     assert len(answers) == len(PROMPTS)
@@ -214,7 +214,7 @@ def test_chats(openai_client, oracle, parts):
     assert "".join(pieces) == reply.choices[0].message.content
 
 
-def test_an_answer_without_a_limit_fills_the_context(openai_client, oracle):
+def test_output_without_a_limit_fills_the_context(openai_client, oracle):
     _, length = oracle("<|user|><image>What?</s><|assistant|>", ["a"])
     reply = openai_client.chat.completions.create(
         model=MODEL, messages=chat_of("a", "What?"), temperature=0, extra_body={"ignore_eos": True}

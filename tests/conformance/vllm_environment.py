@@ -18,7 +18,7 @@ ENVIRONMENT = {
     # Several servers share the cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    # Compiling the kernels for log probabilities takes longer than the tests.
+    # Compiling the kernels for log probabilities takes as long as all of these tests together.
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONPATH": os.pathsep.join(
         filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))

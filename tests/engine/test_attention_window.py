@@ -133,7 +133,7 @@ def test_long_windows_split_among_threads_equal_the_reference(checkpoint_factory
         ({"max_attention_window_size": 0}, "max_attention_window_size must be at least 1"),
         ({"sink_token_length": 4}, "sink_token_length needs"),
         ({"max_attention_window_size": 8, "sink_token_length": -1}, "sink_token_length must be at least 0"),
-        ({"runner": "transformers", "max_attention_window_size": 8}, "windows of their own"),
+        ({"runner": "transformers", "max_attention_window_size": 8}, "use their own attention windows"),
     ],
 )
 def test_invalid_limits_are_rejected(checkpoint_factory, options, message):

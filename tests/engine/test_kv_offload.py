@@ -40,7 +40,7 @@ def test_tokens_do_not_change(checkpoint_factory, overlap, host_blocks):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"runner": "native"}, "NativeRunner keeps its cache on the host already"),
+        ({"runner": "native"}, "NativeRunner already keeps its KV cache in host memory"),
         ({"runner": "torch", "enable_prefix_caching": False}, "needs enable_prefix_caching"),
     ],
 )

@@ -99,7 +99,7 @@ def test_aliases_of_other_servers():
         (-1, "never"),
     ],
 )
-def test_forms_of_early_stopping(given, expected):
+def test_early_stopping_values(given, expected):
     assert (
         SamplingParams.from_mapping({"early_stopping": given}).early_stopping is expected
         or expected == "never"

@@ -158,7 +158,7 @@ def test_model_in_the_current_directory(tmp_path, monkeypatch, layout):
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "/a"])
-def test_names_that_are_not_folder_names_are_rejected(tmp_path, name):
+def test_invalid_folder_names_are_rejected(tmp_path, name):
     result = init("--layout", "neso", "--model", "neso-pilot", "--name", name, tmp_path / "models")
     assert result.exit_code == 1 and "cannot be the name of a model" in result.output
     assert not list(tmp_path.iterdir())

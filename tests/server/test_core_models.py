@@ -115,7 +115,7 @@ async def test_unknown_models_and_versions(repository, start_core):
         ),
     ],
 )
-async def test_a_broken_configuration_affects_only_its_model(repository, start_core, config, reason):
+async def test_an_invalid_configuration_affects_only_its_model(repository, start_core, config, reason):
     repository.add("identity")
     repository.add("broken", config=config)
     core = await start_core()

@@ -1,1 +1,1 @@
-"""Ensembles: models defined as a dataflow graph of other models."""
+"""Ensembles: dataflow graphs of other models."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EnsembleBackend(Backend):
-    """An ensemble is ready while the models of its steps are."""
+    """Executes an ensemble. It is ready while the models of its steps are ready."""
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
@@ -24,7 +24,7 @@ class EnsembleBackend(Backend):
         self._decoupled = bool(context.config.model_transaction_policy.decoupled)
 
     async def load(self) -> None:
-        """Load the models of the steps, unless loaded, and check the tensor mappings. Raises `InvalidArgument`."""
+        """Load the models of the steps that are not loaded, and check the tensor mappings. Raises `InvalidArgument`."""
         for name in dict.fromkeys(step.model for step in self._graph.steps):
             try:
                 await self.context.core.require_model(name, self.context.namespace)
@@ -39,7 +39,7 @@ class EnsembleBackend(Backend):
         EnsembleRun(self._graph, request, self._find_model, self._decoupled).start()
 
     async def unload(self) -> None:
-        """Nothing to release: the server owns the models of the steps."""
+        """No resources to release: the server owns the models of the steps."""
 
     def ready(self) -> bool:
         return all(
@@ -56,7 +56,7 @@ class EnsembleBackend(Backend):
         return all(await asyncio.gather(*checks))
 
     def _check_step(self, index: int) -> None:
-        """Raises `InvalidArgument` for unknown tensor names and missing required inputs of a step's model."""
+        """Raise `InvalidArgument` for unknown tensor names and missing required inputs of a step's model."""
         step = self._graph.steps[index]
         model = self._find_model(step.model, step.version)
         where = f"in ensemble '{self.context.name}', step {index}: model '{step.model}'"

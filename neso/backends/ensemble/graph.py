@@ -1,4 +1,4 @@
-"""The steps of an ensemble as a dataflow graph, compiled from its configuration."""
+"""Dataflow graph of an ensemble's steps, compiled from its configuration."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EnsembleGraph:
         self._check()
 
     def steps_for(self, outputs: Iterable[str]) -> frozenset[int]:
-        """Indices of the steps on which ensemble outputs depend."""
+        """Return the indices of the steps that the ensemble outputs depend on."""
         needed: set[int] = set()
         pending = list(outputs)
         while pending:

@@ -1,10 +1,10 @@
-"""Execution of one request by an ensemble: each step starts when its input tensors are available.
+"""Execution of one ensemble request. Each step starts when its input tensors are available.
 
-Tensors are stored in nested scopes. The root scope holds the request's tensors and the outputs of steps that run once.
-Each response of a decoupled step opens a child scope, which also sees the tensors of its ancestors. So the steps after
-a decoupled step run once per response, and tensors of the parent scope are shared by all of them.
+Tensors are stored in nested scopes. The root scope contains the request's tensors and the outputs of steps that run
+once. Each response of a decoupled step opens a child scope, which also has access to the tensors of its ancestors.
+Therefore the steps after a decoupled step run once per response and share the tensors of the parent scope.
 
-A tensor can be absent: an optional input that the client omitted, or an output that a step did not return. Steps run
+A tensor is absent if it is an optional input omitted by the client, or an output not returned by a step. Steps run
 without it if it is optional for them, and the ensemble's response omits it.
 """
 
@@ -31,7 +31,7 @@ FindModel = Callable[[str, str], "Model"]
 
 
 class Scope:
-    """Tensors by name, with fallback to the parent scope. `absent`: names of tensors that will not be produced."""
+    """Tensors by name, with fallback to the parent scope. `absent`: names of absent tensors."""
 
     __slots__ = ("_parent", "absent", "answered", "children", "started", "tensors")
 
@@ -54,15 +54,15 @@ class Scope:
         return None
 
     def lacks(self, name: str) -> bool:
-        """Whether a tensor is absent in this scope or an ancestor."""
+        """Return whether a tensor is absent in this scope or an ancestor."""
         return name in self.absent or (self._parent is not None and self._parent.lacks(name))
 
     def has_started(self, step: int) -> bool:
-        """Whether a step was started in this scope or an ancestor, so that its outputs are visible here."""
+        """Return whether a step was started in this scope or an ancestor, so that its outputs are visible here."""
         return step in self.started or (self._parent is not None and self._parent.has_started(step))
 
     def close(self) -> None:
-        """Mark the scope as answered and detach it from its parent."""
+        """Mark the response of the scope as sent and detach the scope from its parent."""
         self.answered = True
         if self._parent is not None:
             self._parent.children.pop(self, None)
@@ -79,11 +79,11 @@ class EnsembleRun:
         self._needed = graph.steps_for(self._requested)
         self._streams: set[ResponseStream] = set()
         self._running: Counter[int] = Counter()  # executions in flight, by step
-        self._waiting: dict[
-            int, deque[tuple[Scope, dict[str, Tensor]]]
-        ] = {}  # by step, limited by max_inflight
+        # Queued executions by step, limited by max_inflight.
+        self._waiting: dict[int, deque[tuple[Scope, dict[str, Tensor]]]] = {}
         self._answers = 0
-        self._depth = 0  # nesting of _processing: a step may respond while another is being started
+        # Nesting depth of `_processing`: a step can respond while another step is being started.
+        self._depth = 0
 
     def start(self) -> None:
         """Start the steps whose inputs are in the request."""
@@ -96,7 +96,7 @@ class EnsembleRun:
 
     @contextmanager
     def _processing(self) -> Iterator[None]:
-        """Context for all callbacks: errors fail the request; leaving the outermost one ends it if all steps ended."""
+        """Context of callbacks. Errors fail the request; the outermost context ends it if all steps have ended."""
         self._depth += 1
         try:
             yield
@@ -140,7 +140,7 @@ class EnsembleRun:
             self._execute(step, scope, inputs)
 
     def _execute(self, step: Step, scope: Scope, inputs: dict[str, Tensor]) -> None:
-        """Submit a step's request. Its outputs go to the scope or, for a decoupled model, to a new child scope each."""
+        """Submit a step's request. Outputs go to the scope, or for a decoupled model to a child scope per response."""
         model = self._find_model(step.model, step.version)
         stream = model.submit(self._request(step, inputs))
         self._running[step.index] += 1
@@ -183,7 +183,7 @@ class EnsembleRun:
         )
 
     def _settle(self, step: Step, scope: Scope, outputs: dict[str, Tensor]) -> None:
-        """Store the outputs of a step, mark missing ones as absent, and start the steps that read them."""
+        """Store the outputs of a step, mark missing outputs as absent, and start the steps that read them."""
         readers: dict[int, Step] = {}
         for output, name in step.outputs.items():
             tensor = outputs.get(output)
@@ -196,7 +196,7 @@ class EnsembleRun:
         self._advance(scope, [readers[index] for index in sorted(readers)])
 
     def _answer(self, scope: Scope) -> None:
-        """Send the response of a scope if all requested outputs are known, and some are new in this scope."""
+        """Send the response of a scope if all requested outputs are known and at least one is new in this scope."""
         if scope.answered or self._stream.closed:
             return
         outputs = []
@@ -216,7 +216,7 @@ class EnsembleRun:
         )
 
     def _parameters(self) -> dict[str, ParameterValue]:
-        """Response parameters, as in Triton's ensembles."""
+        """Return the response parameters, as in Triton's ensembles."""
         request = self._stream.request
         return {
             "sequence_id": request.sequence_id,

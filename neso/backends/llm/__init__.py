@@ -1,4 +1,4 @@
-"""Serves language models by Neso's own engine."""
+"""Backend `llm`: language models on Neso's engine."""
 
 from neso.backends.llm.backend import LlmBackend
 

@@ -1,4 +1,4 @@
-"""The backend of language models on Neso's engine, named `llm` or `neso`."""
+"""Backend `llm` (or `neso`): language models on Neso's engine."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ class LlmBackend(EngineBackend):
         except InvalidArgument:
             return None  # `submit` reports the error
         if read.generation.draft is not None:
-            return None  # has further output tensors
+            return None  # the request has additional output tensors
         request.payload, request.single_response = read.generation, not read.stream
         return ResponseFields(read)

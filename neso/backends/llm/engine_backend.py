@@ -46,14 +46,14 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 
 FRONT_END_PARAMETERS = ("tool_call_parser", "reasoning_parser")
-"""Model parameters for the OpenAI frontend, which the engine does not know."""
+"""Model parameters for the OpenAI frontend; they are not engine options."""
 
 
 def engine_config(config: Any, version_directory: Path) -> EngineConfig:
-    """Engine options from `model.json` in the version's folder, overridden by `parameters` of the configuration.
+    """Read engine options from `model.json` in the version's folder, overridden by the configuration's `parameters`.
 
-    With `enable_lora`, `multi_lora.json` (names and paths) sets `lora_modules`. Relative paths start at the version's
-    folder.
+    With `enable_lora`, `multi_lora.json` (names and paths) sets `lora_modules`. Relative paths are relative to the
+    version's folder.
 
     The checkpoint is the option `model` (a path or a name on the Hugging Face hub), or else the version's folder;
     `speculative_model` and `generation_config` are resolved in the same way. Raises `InvalidArgument`.
@@ -93,7 +93,7 @@ logger = logging.getLogger(__name__)
 
 
 class _EngineRequest:
-    """A request in the engine: passes its outputs to `deliver`; ends together with its stream."""
+    """A request in the engine. Its outputs are passed to `deliver`. It ends together with its stream."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class _EngineRequest:
             self._fail(error)
 
     async def submit_in_thread(self, request: GenerationRequest | PoolingRequest) -> None:
-        """As `submit`, with the tokenization in a thread."""
+        """Like `submit`, but tokenize in a thread."""
         try:
             state = await asyncio.to_thread(self._engine.process, request)
             if not self._stream.closed:
@@ -161,9 +161,9 @@ class _EngineRequest:
 
 
 class EngineBackend(Backend):
-    """Base class of backends that run Neso's engine: start and stop, metrics, text generation, pooling, adapters.
+    """Base class of backends that run Neso's engine: life cycle, metrics, text generation, pooling, adapters.
 
-    Subclasses implement `submit`, for requests with tensors.
+    Subclasses implement `submit` for requests with tensors.
     """
 
     def __init__(self, context: ModelContext) -> None:
@@ -173,7 +173,7 @@ class EngineBackend(Backend):
 
     @abstractmethod
     def engine_config(self) -> EngineConfig:
-        """Configuration of the engine. Called in a thread. Raises `InvalidArgument`."""
+        """Return the configuration of the engine. Called in a thread. Raises `InvalidArgument`."""
 
     async def load(self) -> None:
         context = self.context
@@ -225,7 +225,7 @@ class EngineBackend(Backend):
 
     @property
     def engine(self) -> AsyncEngine:
-        """The engine, once loaded."""
+        """The engine. Only available after `load`."""
         assert self._engine is not None, "the model is not loaded"
         return self._engine
 
@@ -262,7 +262,7 @@ class EngineBackend(Backend):
     def generate_to(
         self, stream: ResponseStream, request: GenerationRequest, deliver: Callable[[GenerationOutput], None]
     ) -> None:
-        """Generate text for `stream`: `deliver` gets each output on the core's loop, errors go to the stream.
+        """Generate text for `stream`. Outputs are passed to `deliver` on the core's loop, errors to the stream.
 
         The request is aborted when the stream is cancelled or closed.
         """
@@ -351,9 +351,10 @@ class EngineBackend(Backend):
     # -- errors and tasks ---------------------------------------------------------------------------------------
 
     def run_task(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work`, which answers a request with tensors; its exceptions become the response."""
+        """Run `work`, which processes a tensor request; its exceptions are sent as the response."""
         task = self.request_tasks.start(stream, self._run_work(stream, work))
-        task.add_done_callback(lambda _: work.close())  # it may not have started
+        # Close `work` if the task was cancelled before it started.
+        task.add_done_callback(lambda _: work.close())
         return task
 
     async def _run_work(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> None:
@@ -363,7 +364,7 @@ class EngineBackend(Backend):
             self.fail(stream, error)
 
     def fail(self, stream: ResponseStream, error: Exception) -> None:
-        """Close the stream with an error of the engine, of the request, or with an unexpected one, which is logged."""
+        """Close the stream with an error of the engine or the request, or with an unexpected error, which is logged."""
         if isinstance(error, EngineError):
             error = self._server_error(error)
         if isinstance(error, InvalidParameter) and stream.request.payload is None:

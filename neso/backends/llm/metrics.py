@@ -1,4 +1,4 @@
-"""Metrics of a language model, by the names of vLLM and TensorRT-LLM."""
+"""Metrics of a language model, with the names of vLLM and TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _cache_usage(stats: EngineStats) -> float:
 
 
 class AdapterMetrics:
-    """`vllm:lora_requests_info`: adapter names in the labels of one gauge, whose value is the time of its change."""
+    """`vllm:lora_requests_info`: a gauge with adapter names in its labels, and the time of the last change as value."""
 
     def __init__(self, registry: MetricsRegistry, model: str, version: str, config: LoraConfig) -> None:
         self._gauge = registry.gauge(_LORA_REQUESTS)
@@ -187,7 +187,7 @@ class AdapterMetrics:
         self._update()
 
     def start(self, name: str) -> None:
-        """Move a waiting request to the running ones."""
+        """Count a waiting request as running."""
         _decrement(self._waiting, name)
         self._running[name] += 1
         self._update()
@@ -199,7 +199,7 @@ class AdapterMetrics:
 
     def close(self) -> None:
         """Remove the gauge of an unloaded model."""
-        with suppress(KeyError):  # a reloaded model may have had the same labels
+        with suppress(KeyError):  # a reloaded model can have used the same labels
             self._gauge.remove(*self._labels)
 
     def _update(self) -> None:
@@ -212,7 +212,7 @@ class AdapterMetrics:
 
 
 def _decrement(counts: Counter[str], name: str) -> None:
-    """Remove names without requests: clients choose the names."""
+    """Decrement a count. Removes names without requests, because clients choose the names."""
     counts[name] -= 1
     if not counts[name]:
         del counts[name]
@@ -251,7 +251,7 @@ class LlmMetrics(GenerationMetrics):
         )
 
     def observe_step(self, stats: EngineStats) -> None:
-        """Record the statistics of the engine, which it also sends between steps."""
+        """Record engine statistics, which are also sent between steps."""
         if stats.step > self._steps:
             self._steps = stats.step
             self.step_tokens.observe(stats.num_batched_tokens)
@@ -264,7 +264,7 @@ class LlmMetrics(GenerationMetrics):
 
 
 class RequestTimer:
-    """Measures one request. Call `end` after the last output, in any case."""
+    """Measures one request. Always call `end` after the last output."""
 
     def __init__(self, metrics: LlmMetrics, request: GenerationRequest) -> None:
         self._metrics = metrics
@@ -301,7 +301,7 @@ class RequestTimer:
         self._output, self._last = output, now
 
     def end(self, reason: FinishReason | None) -> None:
-        """Record the end of the request. `reason` applies if its last output was not final; None is not counted."""
+        """Record the end of the request. `reason` applies if its last output was not final; None: not counted."""
         last, metrics = self._output, self._metrics
         if self._adapters is not None:
             self._adapters.remove(self._adapter, started=last is not None)

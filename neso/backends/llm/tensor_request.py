@@ -1,4 +1,4 @@
-"""Tensors of a text-generation model: its signature, and requests read from them."""
+"""Tensors of a text-generation model: signature, and conversion of input tensors to requests."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 
 VECTORS = ("prompt_embedding_table", "prompt_embeds")
-"""Inputs [rows, hidden_size]."""
+"""Inputs of shape [rows, hidden_size]."""
 IMAGE = "image"
-"""Input [images], base64 of the files."""
+"""Input of shape [images]: base64-encoded files."""
 
 INPUTS = (
     TensorField("text_input", "TYPE_STRING"),
@@ -51,7 +51,7 @@ INPUTS = (
     TensorField("return_generation_logits", "TYPE_BOOL", optional=True),
     TensorField("prompt_vocab_size", "TYPE_INT32", optional=True),
     TensorField(IMAGE, "TYPE_STRING", (-1,), optional=True),
-    # LoRA adapters, as in TensorRT-LLM; config.pbtxt can declare lora_weights with another type.
+    # LoRA adapters, as in TensorRT-LLM; config.pbtxt can declare a different type for lora_weights.
     TensorField("lora_task_id", "TYPE_UINT64", optional=True),
     TensorField("lora_weights", "TYPE_FP16", (-1, -1), optional=True),
     TensorField("lora_config", "TYPE_INT32", (-1, 3), optional=True),
@@ -75,7 +75,7 @@ OUTPUTS = (
     TensorField("total_accepted_draft_tokens", "TYPE_INT32"),
     TensorField("acceptance_rate", "TYPE_FP32"),
 )
-"""One element per sequence; logits are [prompt, vocab_size] and [sequence, token, vocab_size]."""
+"""One element per sequence, except logits: [prompt, vocab_size] and [sequence, token, vocab_size]."""
 
 
 def complete_signature(config: Any) -> None:
@@ -94,9 +94,9 @@ _DTYPES: dict[np.dtype[Any], FloatType] = {
 
 
 def requested_adapter(request: InferenceRequest, values: dict[str, Any]) -> LoraRequest | None:
-    """The LoRA adapter, by `lora_name` in `values` (removed from there) or by tensors. None without an adapter.
+    """Return the LoRA adapter given by `lora_name` in `values` or by tensors; None without an adapter.
 
-    `lora_path` in `values` is its path on the server's disk. Raises `InvalidArgument`.
+    `lora_path` in `values` is its path on the server's disk. Both are removed from `values`. Raises `InvalidArgument`.
     """
     name, path = values.pop("lora_name", None), values.pop("lora_path", None)
     task = request.inputs.get("lora_task_id")
@@ -106,7 +106,7 @@ def requested_adapter(request: InferenceRequest, values: dict[str, Any]) -> Lora
                 raise InvalidArgument(f"{tensor}: needs lora_task_id")
         return None if name is None and path is None else _by_name(name, path)
     if name is not None:
-        raise InvalidArgument("lora_name: cannot come together with lora_task_id")
+        raise InvalidArgument("lora_name: cannot be combined with lora_task_id")
     weights, config = (request.inputs.get(name) for name in ("lora_weights", "lora_config"))
     return adapter_of_task(
         int(task.array.reshape(-1)[0]),
@@ -118,8 +118,8 @@ def requested_adapter(request: InferenceRequest, values: dict[str, Any]) -> Lora
 def adapter_of_task(
     task_id: int, weights: npt.NDArray[Any] | None = None, config: npt.NDArray[np.int32] | None = None
 ) -> LoraRequest:
-    """The adapter that clients identify by a number (TensorRT-LLM). The first request has its tensors: `weights`
-    [rows, width] and `config` [rows, 3]. Raises `InvalidArgument`.
+    """Return the adapter that is identified by a number (TensorRT-LLM). The first request contains its tensors:
+    `weights` [rows, width] and `config` [rows, 3]. Raises `InvalidArgument`.
     """
     return LoraRequest(name=f"{TASK_PREFIX}{task_id}", tensors=_tensors(weights, config))
 
@@ -133,13 +133,13 @@ def _by_name(name: object, path: object) -> LoraRequest:
 
 
 def _tensors(weights: npt.NDArray[Any] | None, config: npt.NDArray[np.int32] | None) -> LoraTensors | None:
-    """None if neither is given."""
+    """Create the adapter's tensors; None if neither is given."""
     if weights is None and config is None:
         return None
     if weights is None or config is None:
         raise InvalidArgument("lora_weights: must come together with lora_config")
     rows, columns = weights, config
-    # May have a batch dimension of 1; newer clients add a fourth column, the DoRA flag.
+    # Can have a batch dimension of 1; newer clients add a fourth column, the DoRA flag.
     if rows.ndim == 3 and len(rows) == 1:
         rows = rows[0]
     columns = columns.reshape(-1, columns.shape[-1])
@@ -165,7 +165,7 @@ DRAFT_NAMES = ("draft_input_ids", "draft_logits", "draft_acceptance_threshold")
 
 
 def read_draft(ids: Any, logits: Any, threshold: Any) -> DraftTokens | None:
-    """Draft tokens from the values of `DRAFT_NAMES`, each an array, a list or None. Raises `InvalidArgument`."""
+    """Read draft tokens from the values of `DRAFT_NAMES`, each an array, a list or None. Raises `InvalidArgument`."""
     if ids is None:
         if threshold is not None or logits is not None:
             raise InvalidArgument("draft_input_ids: must come with the other tensors of a draft")
@@ -185,7 +185,7 @@ def read_draft(ids: Any, logits: Any, threshold: Any) -> DraftTokens | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorRequest:
-    """A text-generation request in the convention of `INPUTS`. `wanted`: names of the outputs besides text_output."""
+    """A text-generation request with the tensors of `INPUTS`. `wanted`: names of the outputs other than text_output."""
 
     generation: GenerationRequest
     prompt: str
@@ -204,7 +204,7 @@ SCALAR_INPUTS: dict[str, type] = {
     "return_num_input_tokens": bool,
     "return_num_output_tokens": bool,
 }
-"""Inputs that a request can have as Python values instead of tensors; their outputs need no tensors either."""
+"""Inputs that can be Python values instead of tensors; the outputs of such requests need no tensors either."""
 
 
 def read_tensors(request: InferenceRequest) -> TensorRequest:
@@ -242,7 +242,7 @@ def read_scalars(request: InferenceRequest, scalars: Mapping[str, Any]) -> Tenso
     except InvalidParameter as error:
         raise InvalidArgument(str(error)) from None
     return TensorRequest(
-        # The client's request id need not be unique; the engine generates its own.
+        # The client's request id need not be unique; the engine generates a unique id.
         generation=GenerationRequest(
             prompt,
             sampling,
@@ -260,7 +260,7 @@ def read_scalars(request: InferenceRequest, scalars: Mapping[str, Any]) -> Tenso
 
 
 def _vectors(request: InferenceRequest) -> dict[str, Any]:
-    """Embeddings and images of the prompt, as fields of `GenerationRequest`."""
+    """Read embeddings and images of the prompt as fields of `GenerationRequest`."""
     fields: dict[str, Any] = {name: request.inputs[name].array for name in VECTORS if name in request.inputs}
     size = request.inputs.get("prompt_vocab_size")
     if size is not None:
@@ -285,7 +285,7 @@ _NOT_SCALAR = frozenset(
 
 
 def _draft(request: InferenceRequest, values: dict[str, Any]) -> DraftTokens | None:
-    """Draft tokens from TensorRT-LLM's tensors or, except the logits, from `values`, which they are removed from."""
+    """Read draft tokens from TensorRT-LLM's tensors or (except logits) `values`, and remove them from `values`."""
     given = {name: values.pop(name, None) for name in ("draft_input_ids", "draft_acceptance_threshold")}
     for name in DRAFT_NAMES:
         tensor = request.inputs.get(name)
@@ -295,14 +295,14 @@ def _draft(request: InferenceRequest, values: dict[str, Any]) -> DraftTokens | N
 
 
 def _sampling_values(request: InferenceRequest, scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of `sampling_parameters` (a JSON object) if it is given, else the request's parameters."""
+    """Return the fields of `sampling_parameters` (a JSON object) if given, otherwise the request's parameters."""
     if "sampling_parameters" in scalars:
         return json_object("sampling_parameters", scalars["sampling_parameters"])
     return {name: _from_json(name, value) for name, value in request.parameters.items()}
 
 
 def _from_json(name: str, value: object) -> Any:
-    """Parse lists and objects, which a request parameter holds as JSON text: `"stop": "[\\"a\\", \\"b\\"]"`."""
+    """Parse lists and objects, which request parameters contain as JSON text: `"stop": "[\\"a\\", \\"b\\"]"`."""
     if isinstance(value, str) and value[:1] in ("[", "{") and name in _NOT_SCALAR:
         try:
             return orjson.loads(value)

@@ -37,9 +37,9 @@ class _Sequence:
 
 
 class ResponseTensors:
-    """Collects the outputs of one request; `take` returns what was added since the last call.
+    """Collects the outputs of one request. `take` returns the part added since the last call.
 
-    For a stream it is called after every output, otherwise once at the end. The tensors have one element per
+    For a stream, `take` is called after every output, otherwise once at the end. The tensors have one element per
     sequence; a sequence without new tokens has an empty text.
     """
 
@@ -61,7 +61,7 @@ class ResponseTensors:
             self._sequences[delta.index].extend(delta)
 
     def take(self) -> list[Tensor]:
-        """`text_output` and the requested outputs."""
+        """Return `text_output` and the requested outputs."""
         sequences = self._sequences
         self._sequences = [_Sequence(cumulative_logprob=s.cumulative_logprob) for s in sequences]
         wanted = self._request.wanted
@@ -84,7 +84,7 @@ class ResponseTensors:
         return tensors + self._logits(sequences)
 
     def _logits(self, sequences: list[_Sequence]) -> list[Tensor]:
-        """Logits; those of the prompt are in the first response."""
+        """Return the requested logits. The first response contains the logits of the prompt."""
         tensors = []
         if self._context_logits is not None:
             tensors.append(Tensor("context_logits", DataType.FP32, self._context_logits))
@@ -96,9 +96,9 @@ class ResponseTensors:
 
 
 class ResponseFields:
-    """Converts outputs of a request to the JSON members of a generate response, for `SCALAR_INPUTS`.
+    """Converts outputs of a request to the JSON fields of a generate response, for `SCALAR_INPUTS`.
 
-    A member has one element per sequence, or is that element if there is one sequence.
+    A field is a list with one element per sequence, or the element itself for one sequence.
     """
 
     def __init__(self, request: TensorRequest) -> None:
@@ -124,7 +124,7 @@ class ResponseFields:
 
 
 def _draft_tensors(usage: Usage) -> list[Tensor]:
-    """Numbers of drafted and accepted tokens of a request."""
+    """Return the numbers of drafted and accepted tokens of a request."""
     drafted, accepted = usage.draft_tokens, usage.accepted_draft_tokens
     rate = accepted / drafted if drafted else 0.0
     return [
@@ -135,7 +135,7 @@ def _draft_tensors(usage: Usage) -> list[Tensor]:
 
 
 def _padded(sequences: list[FloatRows | None]) -> FloatRows:
-    """float32[sequence, token, vocab_size], shorter sequences padded with zeros."""
+    """Return float32[sequence, token, vocab_size]; shorter sequences are padded with zeros."""
     shapes = [rows.shape for rows in sequences if rows is not None]
     length, vocabulary = max(shapes, default=(0, 0))
     padded = np.zeros((len(sequences), length, vocabulary), np.float32)
@@ -146,7 +146,7 @@ def _padded(sequences: list[FloatRows | None]) -> FloatRows:
 
 
 def _as_json(logprobs: list[TokenLogprobs]) -> str:
-    """One object per position: token id → log probability, rank and text; the sampled token, then the most likely."""
+    """Return one object per position: token id → log probability, rank and text. The sampled token is first."""
     positions = []
     for entry in logprobs:
         sampled = {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.token}

@@ -1,1 +1,1 @@
-"""ONNX models, executed by ONNX Runtime."""
+"""Backend `onnxruntime`: ONNX models."""

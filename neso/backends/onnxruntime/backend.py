@@ -1,4 +1,4 @@
-"""`OnnxRuntimeBackend`: executes `model.onnx` by ONNX Runtime."""
+"""`OnnxRuntimeBackend`: executes `model.onnx` with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class OnnxRuntimeBackend(TensorBackend):
 
 
 def model_file(config: Any, version_directory: Path) -> Path:
-    """Path of the model: `default_model_filename`. If that is a folder (with external data), the file in it."""
+    """Return the path of the model: `default_model_filename`, or the file in it if it is a folder (external data)."""
     name = str(config.default_model_filename)
     path = version_directory / name
     return path / name if path.is_dir() else path
@@ -114,7 +114,7 @@ class OnnxModel(TensorModel):
         self._session = None
 
     def _shrinkage_options(self) -> onnxruntime.RunOptions:
-        """Run options that shrink the memory arenas after each run. The parameter is a boolean or a device list."""
+        """Return run options that shrink memory arenas after each run. The parameter is a boolean or a device list."""
         options = onnxruntime.RunOptions()
         devices = self.parameters[SHRINKAGE]
         if ":" not in devices:

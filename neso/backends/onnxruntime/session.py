@@ -47,7 +47,7 @@ class OnnxTensor:
     """An input or output of a graph.
 
     - type: ONNX type, such as "tensor(float)"
-    - datatype: None for types that cannot be sent: non-tensors, and tensors of unsupported elements
+    - datatype: None for unsupported types: non-tensors, and tensors of unsupported elements
     - shape: -1 for dynamic dimensions
     """
 
@@ -90,7 +90,7 @@ def open_session(path: Path, config: Any, settings: Parameters, instance: Instan
 def _open(path: Path, options: onnxruntime.SessionOptions, providers: list[Any]) -> Session:
     if not path.is_file():
         raise InvalidArgument(f"unable to find '{path}' for the model")
-    options.log_severity_level = 3  # errors only: they are raised anyway
+    options.log_severity_level = 3  # log only errors, which are also raised
     try:
         runtime = _start(path, options, providers)
     except Exception as error:  # ONNX Runtime's exceptions have no common base class
@@ -175,7 +175,7 @@ _ACCELERATORS = {
     InstanceKind.CPU: {"openvino": "OpenVINOExecutionProvider"},
     InstanceKind.GPU: {"tensorrt": "TensorrtExecutionProvider", "cuda": CUDA},
 }
-# Options that have another name in the configuration.
+# Options with a different name in the configuration.
 _TENSORRT_OPTIONS = {
     "max_workspace_size_bytes": "trt_max_workspace_size",
     "int8_calibration_table_name": "trt_int8_calibration_table_name",
@@ -192,7 +192,7 @@ _CUDA_PARAMETERS = (
     "arena_extend_strategy",
     "do_copy_in_default_stream",
 )
-# Options with numbers in the configuration and names in ONNX Runtime.
+# Options that are numbers in the configuration and names in ONNX Runtime.
 _CUDA_VALUES = {
     "cudnn_conv_algo_search": {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"},
     "arena_extend_strategy": {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"},
@@ -202,7 +202,7 @@ Provider = str | tuple[str, dict[str, str]]
 
 
 def find_providers(config: Any, instance: Instance) -> list[Provider]:
-    """Execution providers of an instance by descending priority, the CPU last. Raises `ServerError`."""
+    """Return the execution providers of an instance by descending priority, the CPU last. Raises `ServerError`."""
     kind = InstanceKind.GPU if instance.kind is InstanceKind.GPU else InstanceKind.CPU
     accelerators = config.optimization.execution_accelerators
     requested: dict[str, dict[str, str]] = {}
@@ -225,7 +225,7 @@ def find_providers(config: Any, instance: Instance) -> list[Provider]:
     for provider in requested:
         if provider not in available:
             raise Unsupported(
-                f"model '{config.name}' asks for {provider}, this build of onnxruntime has "
+                f"model '{config.name}' needs {provider}, this build of onnxruntime has "
                 f"{', '.join(available)}"
             )
     return [*requested.items(), CPU]
@@ -244,7 +244,7 @@ def _provider_options(provider: str, parameters: dict[str, str], model: str) -> 
 
 
 def _cuda_parameters(config: Any) -> dict[str, str]:
-    """CUDA options in the model's parameters, as in older configurations."""
+    """Return the CUDA options in the model's parameters, as in older configurations."""
     options = {}
     for name in _CUDA_PARAMETERS:
         if name in config.parameters:

@@ -1,4 +1,4 @@
-"""Complete a configuration from the model's signature, and check it against the signature."""
+"""Completion of a configuration from the model's signature, and check against the signature."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def needs_completion(config: Any) -> bool:
-    """Whether inputs or outputs are missing."""
+    """Return whether inputs or outputs are missing."""
     return not (config.input and config.output)
 
 
@@ -76,13 +76,13 @@ def _add_tensors(config: Any, messages: Any, tensors: Mapping[str, OnnxTensor], 
             .number
         )
         dims = tensor.shape[1:] if config.max_batch_size else tensor.shape
-        if not dims:  # dims must not be empty: clients send a scalar as one element
+        if not dims:  # dims must not be empty: clients send a scalar as a tensor with one element
             message.reshape.SetInParent()
         message.dims.extend(dims or (1,))
 
 
 def check_config(config: Any, signature: OnnxSignature) -> None:
-    """Raises `ServerError` if inputs or outputs do not match the model. Messages are those of Triton."""
+    """Raise `ServerError`, with Triton's messages, if inputs or outputs do not match the model."""
     states = config.sequence_batching.state
     inputs = {tensor.name for tensor in config.input} | set(server_inputs(config))
     optional = {tensor.name for tensor in config.input if tensor.name in signature.optional}
@@ -118,7 +118,7 @@ def _check_tensor(config: Any, tensor: Any, found: OnnxTensor, kind: str) -> Non
     if getattr(tensor, "allow_ragged_batch", False) or any(
         tensor.name in spec.target_name for spec in config.batch_output
     ):
-        return  # the shape in the configuration is not the shape that the model gets
+        return  # the configured shape is not the shape passed to the model
     dims = tuple(tensor.reshape.shape) if tensor.HasField("reshape") else tuple(tensor.dims)
     _check_dims(config, tensor.name, dims, found.shape)
 

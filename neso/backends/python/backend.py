@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 READY_TIMEOUT = 5.0
-"""Seconds that the `is_ready` functions of a model may take; after that the model is not ready."""
+"""Timeout of a model's `is_ready` functions in seconds, after which the model is not ready."""
 
 
 class PythonBackend(Backend):
@@ -45,7 +45,7 @@ class PythonBackend(Backend):
         reschedule = self._reschedule if description.iterative else None
         self._instances: InstancePool = (
             ProcessInstancePool(description, settings, access, reschedule)
-            if settings.in_process
+            if settings.use_process
             else ThreadInstancePool(description, access, reschedule)
         )
 
@@ -64,7 +64,7 @@ class PythonBackend(Backend):
     async def update_instances(self, config: Any) -> bool:
         """Start or end instances without a reload, if only the counts of instance groups changed.
 
-        Instances share one queue, so it is not known which one ends: with several groups, none may shrink.
+        Instances share one queue, so any of them can end. Therefore no group can shrink if there are several groups.
         """
         before, after = list(self.context.config.instance_group), list(config.instance_group)
         own_queues = self.context.assigns_instances or any(group.passive for group in before)
@@ -80,14 +80,14 @@ class PythonBackend(Backend):
         return True
 
     def submit(self, request: ResponseStream) -> None:
-        """Queue a request for any instance; for the first one if the scheduler assigns instances."""
+        """Queue a request for any instance, or for the first instance if the scheduler assigns instances."""
         self._instances.put(WorkItem([request]), 0 if self.context.assigns_instances else None)
         request.fail_on_cancel_while_queued()
 
     def execute(
         self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None
     ) -> None:
-        """Queue requests as one call of `execute`, for any instance or the given one."""
+        """Queue requests as one call of `execute`, for any instance or the given instance."""
         post, statistics = self._instances.post, self.context.statistics
         size = sum(stream.batch_size for stream in batch)
 
@@ -109,7 +109,7 @@ class PythonBackend(Backend):
         return self._instances.ready()
 
     async def check_ready(self) -> bool:
-        """Whether the instances are running and their `is_ready` functions return true."""
+        """Return whether the instances are running and their `is_ready` functions return true."""
         if not self.ready():
             return False
         try:
@@ -119,12 +119,12 @@ class PythonBackend(Backend):
             return False
 
     def _reschedule(self, stream: ResponseStream) -> None:
-        if self.on_reschedule is not None:  # set before the first request
+        if self.on_reschedule is not None:  # `on_reschedule` is set before the first request
             self.on_reschedule(stream)
 
 
 def _differ_in_counts_only(before: list[Any], after: list[Any]) -> bool:
-    """Whether the instance groups are equal except for `count`."""
+    """Return whether the instance groups are equal except for `count`."""
     if len(before) != len(after):
         return False
     for old, new in zip(before, after, strict=True):
@@ -140,10 +140,10 @@ _COMPLETABLE = ("max_batch_size", "input", "output", "dynamic_batching", "model_
 
 
 def auto_complete(config: Any, directory: Path, path: Path, settings: PythonSettings) -> None:
-    """Update a `ModelConfig` message by `auto_complete_config` of the model in `path`. Blocks. Raises `ServerError`."""
+    """Update a `ModelConfig` message with the model's `auto_complete_config`. Blocks. Raises `ServerError`."""
     values = config_to_dict(config)
     try:
-        if settings.in_process:
+        if settings.use_process:
             completed = complete_in_process(values, directory, path, settings)
         else:
             completed = _complete_in_thread(values, path)

@@ -1,4 +1,4 @@
-"""What the server's options and a model's configuration say of how the model is to run."""
+"""Settings of a Python model, from the server's options and the model's configuration."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _CPU_ONLY = "FORCE_CPU_ONLY_INPUT_TENSORS"
 
 @dataclass(frozen=True)
 class PythonSettings:
-    """How the instances of a model run. Sizes are in bytes.
+    """Execution settings of a model's instances. Sizes are in bytes.
 
-    - in_process: run each instance in a child process, not in a thread of the server
-    - environment: `EXECUTION_ENV_PATH` as configured; "" for the server's Python
+    - use_process: run each instance in a child process instead of a server thread
+    - environment: configured `EXECUTION_ENV_PATH`; "" for the server's Python
     - shm_default_size: initial size of an instance's shared memory, in each direction
-    - shm_growth_size: the shared memory grows by multiples of this, and at least doubles
+    - shm_growth_size: the shared memory grows by multiples of this size, and at least doubles
     - shm_name: name of the shared memory in /proc/<pid>/maps
-    - stub_timeout: seconds within which a child process must start
+    - stub_timeout: timeout for the start of a child process, in seconds
     """
 
-    in_process: bool = False
+    use_process: bool = False
     environment: str = ""
     shm_default_size: int = 1 << 20
     shm_growth_size: int = 1 << 20
@@ -56,11 +56,11 @@ class PythonSettings:
             )
         if environment and parameters.get(_MODE) == "thread":
             raise InvalidArgument(f"{_ENVIRONMENT} needs {_MODE} 'process', for {config.name}")
-        in_process = mode == "process" or bool(environment)
-        if in_process and sys.platform != "linux":
+        use_process = mode == "process" or bool(environment)
+        if use_process and sys.platform != "linux":
             raise Unsupported(f"{_MODE} 'process' is only supported on Linux, for {config.name}")
         return cls(
-            in_process=in_process,
+            use_process=use_process,
             environment=environment,
             shm_default_size=_positive_size(backend_config, "shm-default-byte-size", 1 << 20),
             shm_growth_size=_positive_size(backend_config, "shm-growth-byte-size", 1 << 20),
@@ -89,11 +89,11 @@ class ModelDescription:
     """One version of a model.
 
     - path: the model's file
-    - common: `args` of `initialize` that are equal for all instances
+    - common: `args` of `initialize` that are the same for all instances
     - instances: active ones first, then passive ones
-    - datatypes: of all outputs, including implicit states; `states`: names of the states
+    - datatypes: datatypes of all outputs, including implicit states; `states`: names of the states
     - assigned: the scheduler assigns requests to instances, as with sequences
-    - iterative: requests may be rescheduled
+    - iterative: requests can be rescheduled
     """
 
     name: str
@@ -138,7 +138,7 @@ class ModelDescription:
         )
 
     def args(self, instance: InstanceSpec) -> dict[str, str]:
-        """The `args` of `initialize`."""
+        """Return the `args` of `initialize`."""
         return self.common | {
             "model_instance_kind": instance.kind,
             "model_instance_name": instance.name,
@@ -146,13 +146,13 @@ class ModelDescription:
         }
 
     def has_own_queue(self, instance: InstanceSpec) -> bool:
-        """Whether work is addressed to this instance, not to any idle one."""
+        """Return whether work is assigned to this instance instead of any idle instance."""
         return self.assigned or instance.passive
 
     def outputs(
         self, instance: InstanceSpec, post: Post, reschedule: Callable[[RequestStream], None] | None
     ) -> ModelOutputs:
-        """Output settings for the responders of an instance."""
+        """Return the output settings for the responders of an instance."""
         return ModelOutputs(post, instance.name, self.decoupled, self.datatypes, self.states, reschedule)
 
 

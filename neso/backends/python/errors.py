@@ -64,7 +64,7 @@ class TritonModelException(Exception):
 
 
 def describe(error: BaseException) -> str:
-    """Error message for an exception raised by a model."""
+    """Return the error message for an exception raised by a model."""
     if isinstance(error, TritonModelException | ServerError):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""`ServerAccess` of models that run in the server's process."""
+"""`ServerAccess` for models in the server's process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LocalServer(ServerAccess):
         return self.core.custom_metrics.family(name, description, MetricKind(kind))
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run on the core's event loop and wait. Raises `TritonModelException` for a `ServerError`."""
+        """Run a coroutine on the core's event loop and wait. Raises `TritonModelException` for a `ServerError`."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self.loop).result()
         except ServerError as error:
@@ -70,7 +70,7 @@ class LocalServer(ServerAccess):
 
 
 class ModelCall:
-    """A BLS call. `deliver` receives each response, on the core's event loop; the last one is final."""
+    """A BLS call. `deliver` is called with each response, on the core's event loop; the last response is final."""
 
     def __init__(
         self, access: LocalServer, request: InferenceRequest, decoupled: bool, deliver: Deliver
@@ -98,7 +98,7 @@ class ModelCall:
             self._fail(error)
             return
         except Exception as error:
-            # The calling model waits for a response.
+            # The calling model waits for a response, so send it the error.
             logger.exception("the call of model '%s' failed", self._request.model_name)
             self._fail(InternalError(f"{type(error).__name__}: {error}"))
             return

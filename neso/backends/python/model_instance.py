@@ -1,4 +1,4 @@
-"""One instance of a Python model: creates the model object and executes requests, in the thread that calls `run`."""
+"""One instance of a Python model. Creates the model object and executes requests in the thread that calls `run`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class WorkItem:
     """Requests for one call of `execute`.
 
     - on_executed: called with the times of a successful execution, before its responses are sent
-    - on_done: called when the instance can take the next item
+    - on_done: called when the instance can execute the next item
 
-    Both are called in the instance's thread, or on the core's event loop if the instance is in another process.
+    Both are called in the instance's thread, or on the core's event loop if the instance runs in another process.
     """
 
     streams: Sequence[RequestStream]
@@ -51,11 +51,11 @@ class WorkItem:
 
 
 WorkQueue = queue.SimpleQueue[WorkItem | None]
-"""Queue of instances; None ends one of them."""
+"""Work queue of instances; None ends one instance."""
 
 
 class ModelInstance:
-    """Runs `initialize`, `execute` and `finalize` in one thread. `started` is resolved after `initialize`.
+    """Runs `initialize`, `execute` and `finalize` in one thread. `started` is resolved when `initialize` has returned.
 
     If `execute` is `async def`, its coroutines run on an event loop in a second thread.
     """
@@ -72,7 +72,7 @@ class ModelInstance:
         self._model: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readiness: Future[bool] | None = None
-        # Models that `initialize` loads are attributed to the load of this model.
+        # Models loaded by `initialize` are attributed to the load of this model.
         self._context = contextvars.copy_context()
 
     @property
@@ -80,7 +80,7 @@ class ModelInstance:
         return self._outputs.instance
 
     def run(self) -> None:
-        """Load the model and execute work until the queue yields None, or loading fails."""
+        """Load the model and execute work until the queue yields None or loading fails."""
         try:
             with model_folder(self._path.parent), server_access(self._access):
                 self._load_and_serve()
@@ -90,9 +90,9 @@ class ModelInstance:
                 self.started.set_exception(error)
 
     def check_ready(self) -> Future[bool]:
-        """Result of the model's `is_ready`; True for models without one.
+        """Return the result of the model's `is_ready`; True if it has no such function.
 
-        It runs in a separate thread, concurrently with `execute`. Calls during a running call share its result.
+        `is_ready` runs in a separate thread, concurrently with `execute`. Calls during a running call share its result.
         """
         is_ready = getattr(self._model, "is_ready", None)
         if is_ready is None:
@@ -114,7 +114,7 @@ class ModelInstance:
             with model_folder(self._path.parent), server_access(self._access):
                 ready = is_ready()
                 if inspect.iscoroutine(ready):
-                    # Prefer the model's event loop: the coroutine may use objects bound to it.
+                    # Prefer the model's event loop: the coroutine can use objects bound to it.
                     ready = (
                         asyncio.run(ready)
                         if self._loop is None
@@ -157,7 +157,7 @@ class ModelInstance:
         while (work := self.work.get()) is not None:
             self._execute(model, work)
             on_done = work.on_done
-            del work  # do not keep requests alive that the model has released
+            del work  # do not keep requests alive after the model has released them
             if on_done is not None:
                 on_done()
         if self._loop is not None:
@@ -189,12 +189,12 @@ class ModelInstance:
             self._fail(error, responders)
 
     def _drop_cancelled(self, streams: Sequence[RequestStream]) -> list[Responder]:
-        """Responders of the requests that are not cancelled; the others are failed."""
+        """Return the responders of the requests that are not cancelled. Fail the other requests."""
         wanted = []
         for stream in streams:
             responder = Responder(stream, self._outputs)
             if responder.cancelled:
-                responder.fail(Cancelled(NEVER_EXECUTED))  # no-op if it has failed already
+                responder.fail(Cancelled(NEVER_EXECUTED))  # no effect if it has already failed
             else:
                 wanted.append(responder)
         return wanted
@@ -227,7 +227,7 @@ class ModelInstance:
         if on_executed is not None:
             on_executed(responders[0].stream.timeline)
         for response, responder in zip(result or (), responders, strict=False):
-            if response is not None:  # None: sent by a response sender, or later
+            if response is not None:  # None: the response is sent by a response sender, or later
                 self._answer(response, responder)
         if self._outputs.reschedule is not None:
             for responder in responders:

@@ -1,4 +1,4 @@
-"""Import the file of a model, isolated from the modules of other models."""
+"""Import of a model's file, isolated from the modules of other models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _local = threading.local()
 class _SourceLoader(SourceFileLoader):
     """Loads a file of a model with the model's own `__import__`.
 
-    Always compiles the source: cached bytecode would be stale if a file is replaced within a second by one of the same
+    Always compiles the source: cached bytecode would be stale if a file is replaced within a second by a file of equal
     size.
     """
 
@@ -54,7 +54,7 @@ class _SourceLoader(SourceFileLoader):
 
 
 class _ModelImport:
-    """`__import__` of one model: searches the model's folder first, then `sys.path`."""
+    """`__import__` of one model. Searches the model's folder first, then `sys.path`."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -80,7 +80,7 @@ class _ModelImport:
         spec = _FolderFinder.find_spec(f"{self._package}.{top}", package.__path__) if package else None
         if spec is None or spec.loader is not None:
             return spec is not None
-        # A folder without __init__.py is imported only if no other module has its name.
+        # A folder without __init__.py is imported only if there is no other module with this name.
         return top not in sys.modules and find_spec(top) is None
 
 
@@ -101,7 +101,7 @@ class _FolderFinder:
 def load_model_class(path: Path, name: str) -> type[Any]:
     """Import a model's file and return its class `TritonPythonModel`.
 
-    Raises `TritonModelException` if there is no such file or class, and any exception of the file's code.
+    Raises `TritonModelException` if the file or class does not exist, and any exception of the file's code.
     """
     path = path.absolute()
     if not path.is_file():
@@ -144,7 +144,7 @@ def model_folder(folder: Path) -> Iterator[None]:
 
 
 def current_folder() -> str:
-    """Version folder of the model that runs in this thread. Raises `TritonModelException` in other threads."""
+    """Return the version folder of the model in this thread. Raises `TritonModelException` in other threads."""
     folder = find_current_folder()
     if folder is None:
         raise TritonModelException("the model's folder is only available in the threads that run the model")
@@ -152,7 +152,7 @@ def current_folder() -> str:
 
 
 def find_current_folder() -> str | None:
-    """Version folder of the model that runs in this thread; None in other threads."""
+    """Return the version folder of the model in this thread; None in other threads."""
     folder: str | None = getattr(_local, "folder", None)
     return folder
 

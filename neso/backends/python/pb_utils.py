@@ -79,32 +79,32 @@ __all__ = [
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    """The input with this name; None if the request does not have it."""
+    """Return the input with this name; None if the request does not have it."""
     return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
-    """The output with this name; None if the response does not have it."""
+    """Return the output with this name; None if the response does not have it."""
     return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
 
 
 def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Configuration of an input; None if there is no input with this name."""
+    """Return the configuration of an input; None if there is no input with this name."""
     return _tensor_config(model_config, "input", name)
 
 
 def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Configuration of an output; None if there is no output with this name."""
+    """Return the configuration of an output; None if there is no output with this name."""
     return _tensor_config(model_config, "output", name)
 
 
 def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:
-    """Whether the model is decoupled: it may send any number of responses to a request."""
+    """Return whether the model is decoupled: it can send any number of responses to a request."""
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
 
 
 def get_model_dir() -> str:
-    """Folder of the model version. Only available in the threads that run the model."""
+    """Return the folder of the model version. Only available in the threads that run the model."""
     return current_folder()
 
 
@@ -123,7 +123,7 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Whether a model accepts requests and its `is_ready`, if any, returns true."""
+    """Return whether a model accepts requests and its `is_ready`, if any, returns true."""
     return current_access().model_ready(model_name, model_version)
 
 
@@ -144,7 +144,7 @@ class ModelConfig:
         return self._config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Raises `ValueError` if config.pbtxt specifies a larger value."""
+        """Set `max_batch_size`. Raises `ValueError` if config.pbtxt specifies a larger value."""
         given = self._config["max_batch_size"]
         if given > max_batch_size:
             raise ValueError(
@@ -154,7 +154,7 @@ class ModelConfig:
         self._config["max_batch_size"] = max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Raises `ValueError` if another scheduler is configured."""
+        """Enable dynamic batching. Raises `ValueError` if another scheduler is configured."""
         for scheduler in ("sequence_batching", "ensemble_scheduling"):
             if scheduler in self._config:
                 raise ValueError(
@@ -164,7 +164,7 @@ class ModelConfig:
         self._config.setdefault("dynamic_batching", {})
 
     def set_model_transaction_policy(self, policy: dict[str, Any]) -> None:
-        """`policy`: `{"decoupled": bool}`. Raises `ValueError` if config.pbtxt specifies another value."""
+        """Set `policy`: `{"decoupled": bool}`. Raises `ValueError` if config.pbtxt specifies a different value."""
         if unknown := set(policy) - {"decoupled"}:
             raise ValueError(f"model transaction policy has unknown properties {sorted(unknown)}")
         given = self._config.get("model_transaction_policy")
@@ -176,11 +176,11 @@ class ModelConfig:
         self._config["model_transaction_policy"] = {"decoupled": bool(policy.get("decoupled", False))}
 
     def add_input(self, tensor: dict[str, Any]) -> None:
-        """`{"name", "data_type", "dims", "optional"?}`. Raises `ValueError` if it contradicts config.pbtxt."""
+        """Add `{"name", "data_type", "dims", "optional"?}`. Raises `ValueError` if it contradicts config.pbtxt."""
         self._add("input", tensor, _TENSOR_KEYS | {"optional"})
 
     def add_output(self, tensor: dict[str, Any]) -> None:
-        """`tensor`: `{"name", "data_type", "dims"}`. Raises `ValueError` if it contradicts config.pbtxt."""
+        """Add `{"name", "data_type", "dims"}`. Raises `ValueError` if it contradicts config.pbtxt."""
         self._add("output", tensor, _TENSOR_KEYS)
 
     def _add(self, kind: str, tensor: dict[str, Any], allowed: set[str]) -> None:
@@ -247,7 +247,7 @@ class Metric:
             self._metric().observe(value)
 
     def value(self) -> float:
-        """Current value of a counter or a gauge. Raises `TritonModelException` for a histogram."""
+        """Return the current value of a counter or gauge. Raises `TritonModelException` for a histogram."""
         with _server_errors():
             return self._metric().value()
 
@@ -264,7 +264,7 @@ class Metric:
 class MetricFamily:
     """A metric family, exported at /metrics as long as this object exists.
 
-    Families of the same name and kind are shared between models; a metric is exported until the last family that
+    Families with the same name and kind are shared between models. A metric is exported until the last family that
     created it is deleted.
 
     Raises `TritonModelException` if the name is invalid, or used by another kind or by the server.
@@ -349,6 +349,5 @@ def _write_log(level: int, message: str) -> None:
         return
     folder = find_current_folder()
     fields = {} if folder is None else {"model": Path(folder).parent.name, "model_version": Path(folder).name}
-    _log.log(
-        int(level), "%s", message, stacklevel=3, extra=fields
-    )  # stacklevel 3: the calling line of the model
+    # stacklevel 3: log the calling line of the model.
+    _log.log(int(level), "%s", message, stacklevel=3, extra=fields)

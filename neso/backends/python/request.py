@@ -56,7 +56,7 @@ class InferenceRequest:
     def from_server(
         cls, responder: Responder, output_names: Sequence[str], state_names: Sequence[str] = ()
     ) -> InferenceRequest:
-        """Wrap a request of the server. If the client requests no outputs, all `output_names` are requested.
+        """Wrap a server request. If the client does not select outputs, all `output_names` are requested.
 
         The implicit states (`state_names`) are always requested, because the server needs them.
         """
@@ -98,40 +98,40 @@ class InferenceRequest:
         return self._model_version
 
     def flags(self) -> int:
-        """Bitwise or of `TRITONSERVER_REQUEST_FLAG_*`."""
+        """Return the bitwise OR of `TRITONSERVER_REQUEST_FLAG_*`."""
         return self._flags
 
     def set_flags(self, flags: int) -> None:
         self._flags = flags
 
     def timeout(self) -> int:
-        """Timeout in microseconds; 0: none."""
+        """Return the timeout in microseconds; 0 for none."""
         return self._timeout
 
     def parameters(self) -> str:
-        """Request parameters as JSON."""
+        """Return the request parameters as JSON."""
         return json.dumps(self._parameters)
 
     def is_cancelled(self) -> bool:
-        """Whether the request was cancelled."""
+        """Return whether the request was cancelled."""
         return self._responder is not None and self._responder.cancelled
 
     def get_response_sender(self) -> ResponseSender:
-        """A sender for responses from any thread, during or after `execute`."""
+        """Return a sender of responses for any thread, during or after `execute`."""
         if self._responder is None:
             raise TritonModelException("only requests that were passed to execute have a response sender")
         return ResponseSender(self._responder)
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Execute this request on another model: returns its response or, with `decoupled`, an iterator of responses.
+        """Execute this request on another model. Returns its response or, with `decoupled`, an iterator of responses.
 
-        Errors of the other model are in the response. Raises `TritonModelException` without a model name.
+        Errors of the other model are set in the response. Raises `TritonModelException` without a model name.
         """
         responses = ResponseIterator(current_access(), self._to_server(), decoupled)
         return responses if decoupled else next(responses)
 
     async def async_exec(self, decoupled: bool = False) -> InferenceResponse | AsyncResponseIterator:
-        """`exec` for coroutines."""
+        """Like `exec`, for coroutines."""
         responses = AsyncResponseIterator(current_access(), self._to_server(), decoupled)
         return responses if decoupled else await anext(responses)
 
@@ -153,7 +153,7 @@ class InferenceRequest:
         )
 
     def set_release_flags(self, flags: int) -> None:
-        """What to do with the request after `execute`: ALL (1) releases it, RESCHEDULE (2) executes it again.
+        """Set the treatment of the request after `execute`: ALL (1) releases it, RESCHEDULE (2) executes it again.
 
         Raises `TritonModelException` for other flags, and if the model does not support rescheduling.
         """
@@ -166,12 +166,12 @@ class InferenceRequest:
         self._responder.set_reschedule(flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
 
     def trace(self) -> InferenceTrace:
-        """The trace of the request. If the request is not traced, the trace has no context."""
+        """Return the trace of the request. If the request is not traced, the trace has no context."""
         return self._trace or InferenceTrace()
 
 
 class ResponseIterator:
-    """Blocking iterator over the responses of a BLS call. The last one may be empty (final flag only)."""
+    """Blocking iterator over the responses of a BLS call. The last response can be empty (final flag only)."""
 
     def __init__(self, access: ServerAccess, request: ServerRequest, decoupled: bool) -> None:
         self._responses: queue.SimpleQueue[ServerResponse] = queue.SimpleQueue()
@@ -193,7 +193,7 @@ class ResponseIterator:
 
 
 class AsyncResponseIterator:
-    """Async iterator over the responses of a BLS call, for the event loop that created it."""
+    """Async iterator over the responses of a BLS call, for the event loop in which it was created."""
 
     def __init__(self, access: ServerAccess, request: ServerRequest, decoupled: bool) -> None:
         self._responses: asyncio.Queue[ServerResponse] = asyncio.Queue()
@@ -225,18 +225,18 @@ def _response_from_server(response: ServerResponse) -> InferenceResponse:
 
 
 class InferenceTrace:
-    """A request's trace, to pass to `InferenceRequest(trace=...)` or to create spans with."""
+    """A request's trace. It can be passed to `InferenceRequest(trace=...)` or used to create spans."""
 
     def __init__(self, trace: RequestTrace | None = None) -> None:
         self._trace = trace
 
     def get_context(self) -> str | None:
-        """W3C trace context (`traceparent`, `tracestate`) as JSON; None unless traced by OpenTelemetry."""
+        """Return the W3C trace context (`traceparent`, `tracestate`) as JSON; None unless traced with OpenTelemetry."""
         context = None if self._trace is None else self._trace.context
         return None if context is None else json.dumps(context)
 
     def to_server(self) -> RequestTrace | None:
-        """The wrapped trace; None if the request is not traced."""
+        """Return the wrapped trace; None if the request is not traced."""
         return self._trace
 
 

@@ -50,7 +50,7 @@ class InferenceResponse:
         return self._error
 
     def parameters(self) -> str:
-        """Response parameters as JSON."""
+        """Return the response parameters as JSON."""
         return json.dumps(self._parameters)
 
 
@@ -68,7 +68,7 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
 class RequestTrace(Protocol):
-    """Trace of a request: the server's, or its copy in a child process."""
+    """Trace of a request: the server's trace, or its copy in a child process."""
 
     @property
     def id(self) -> int: ...
@@ -98,9 +98,9 @@ Post = Callable[[Any, ServerResponse], None]
 class ModelOutputs:
     """Output settings of one instance.
 
-    - datatypes: of all outputs, including implicit states; `states`: names of the states
-    - reschedule: hands the request of a stream back to the scheduler, thread-safe; None if not supported
-    - mismatched: outputs with a wrong datatype that were logged
+    - datatypes: datatypes of all outputs, including implicit states; `states`: names of the states
+    - reschedule: reschedules the request of a stream; thread-safe; None if not supported
+    - mismatched: outputs with a wrong datatype that was already logged
     """
 
     post: Post
@@ -144,7 +144,7 @@ class ModelOutputs:
 class Responder:
     """Sends the responses to one request. Thread-safe. Shared by the request and its response sender.
 
-    If both are garbage collected before the final response, the request fails, so that the client does not wait
+    If both are garbage collected before the final response, the request fails. Otherwise the client would wait
     forever.
     """
 
@@ -154,7 +154,7 @@ class Responder:
         self.stream = stream
         self.closed = False
         self.rescheduled = False  # requested by the model
-        self._released = False  # handed back to the scheduler
+        self._released = False  # returned to the scheduler
         self._outputs = outputs
         self._held: ServerResponse | None = None
 
@@ -163,9 +163,9 @@ class Responder:
         return self.stream.request.cancelled
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
-        """Send a response, the final flag, or both. Without decoupling, the response is held until the final flag.
+        """Send a response, the final flag, or both. If not decoupled, the response is buffered until the final flag.
 
-        Raises `TritonModelException` after the final response and, without decoupling, for a second response.
+        Raises `TritonModelException` after the final response and, if not decoupled, for a second response.
         """
         if self.closed:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
@@ -198,7 +198,7 @@ class Responder:
         self.rescheduled = reschedule
 
     def reschedule_if_requested(self) -> None:
-        """After an execution: hand the request back to the scheduler if `set_reschedule` was called."""
+        """After an execution, reschedule the request if `set_reschedule` was called."""
         if self.rescheduled and not self.closed and self._outputs.reschedule is not None:
             self._released = True
             self._outputs.reschedule(self.stream)
@@ -242,5 +242,5 @@ class ResponseSender:
         self._responder.send(response, final=bool(flags))
 
     def is_cancelled(self) -> bool:
-        """Whether the request was cancelled."""
+        """Return whether the request was cancelled."""
         return self._responder.cancelled

@@ -1,4 +1,4 @@
-"""How the threads of a Python model call the server, in the same process or in another."""
+"""Calls from the threads of a Python model to the server, in the same process or in another process."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class FamilyHandle(Protocol):
     """A metric family of the server. It exists as long as it is referenced."""
 
     def metric(self, labels: Mapping[str, str] | None, buckets: Sequence[float] | None) -> MetricHandle:
-        """The metric with these labels. Raises `ServerError`."""
+        """Return the metric with these labels. Raises `ServerError`."""
 
 
 class ServerAccess(ABC):
-    """The server's functions for the threads of a model. Thread-safe."""
+    """Server functions for the threads of a model. Thread-safe."""
 
     @property
     @abstractmethod
@@ -62,7 +62,7 @@ class ServerAccess(ABC):
 
     @abstractmethod
     def call(self, request: InferenceRequest, decoupled: bool, deliver: Deliver) -> Call:
-        """Execute a request on another model. `deliver` receives each response, in any thread; the last one is final.
+        """Execute a request on another model. `deliver` gets each response, in any thread; the last one is final.
 
         Errors of the request are delivered as a response. Raises `TritonModelException` if the server has stopped.
         """
@@ -77,7 +77,7 @@ class ServerAccess(ABC):
 
     @abstractmethod
     def model_ready(self, name: str, version: str) -> bool:
-        """Whether a model accepts requests and its `is_ready`, if any, returns true. Raises `TritonModelException`."""
+        """Return whether a model is ready, including its `is_ready`, if any. Raises `TritonModelException`."""
 
     @abstractmethod
     def metric_family(self, name: str, description: str, kind: str) -> FamilyHandle:
@@ -89,7 +89,7 @@ _all: weakref.WeakSet[ServerAccess] = weakref.WeakSet()
 
 @contextmanager
 def server_access(access: ServerAccess) -> Iterator[None]:
-    """Make `access` the server of the current thread."""
+    """Set `access` as the server of the current thread."""
     _all.add(access)
     before = getattr(_local, "access", None)
     _local.access = access
@@ -100,9 +100,9 @@ def server_access(access: ServerAccess) -> Iterator[None]:
 
 
 def current_access() -> ServerAccess:
-    """The server of the current thread; in threads started by a model, the only server of the process.
+    """Return the server of the current thread; in threads started by a model, the only server of the process.
 
-    Raises `TritonModelException` if there is none, or several.
+    Raises `TritonModelException` if there is no server, or several.
     """
     access: ServerAccess | None = getattr(_local, "access", None)
     if access is not None:
@@ -120,7 +120,7 @@ _current_loop = threading.local()
 class LoopCalls:
     """Calls functions on an event loop, in order, from any thread. Waiting calls wake the loop only once.
 
-    Waking the loop costs as much as several calls, and the end of a batch posts one call per request.
+    Waking the loop is as expensive as several calls, and the end of a batch posts one call per request.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -131,7 +131,7 @@ class LoopCalls:
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function soon. Dropped if the loop is closed."""
         self._waiting.append((function, arguments))
-        # If `_woken` is set, `_run` has not yet started to take calls, so it takes this one too.
+        # If `_woken` is set, `_run` has not started to process calls yet and will also process this call.
         if not self._woken:
             self._woken = True
             try:
@@ -151,7 +151,7 @@ class LoopCalls:
 
 
 def running_loop_calls() -> LoopCalls:
-    """The `LoopCalls` of the running event loop."""
+    """Return the `LoopCalls` of the running event loop."""
     loop = asyncio.get_running_loop()
     known: LoopCalls | None = getattr(_current_loop, "calls", None)
     if known is None or known.loop is not loop:

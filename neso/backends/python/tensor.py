@@ -33,24 +33,24 @@ class Tensor:
         return self._name
 
     def as_numpy(self) -> npt.NDArray[Any]:
-        """The array. A read-only view of the request is copied first, because models may write to it."""
+        """Return the array. Read-only views of the request are copied first, because models can write to them."""
         if not self._array.flags.writeable:
             self._array = self._array.copy()
         return self._array
 
     def triton_dtype(self) -> int:
-        """Number of the datatype in model_config.proto."""
+        """Return the number of the datatype in model_config.proto."""
         return numpy_to_triton_type(self._datatype.dtype.type)
 
     def shape(self) -> list[int]:
         return list(self._array.shape)
 
     def is_cpu(self) -> bool:
-        """Always true: the server's tensors are in CPU memory."""
+        """Return True: the server's tensors are always in CPU memory."""
         return True
 
     def to_dlpack(self) -> Any:
-        """A DLPack capsule that shares the memory."""
+        """Return a DLPack capsule that shares the memory."""
         return self.__dlpack__()
 
     @staticmethod
@@ -62,7 +62,7 @@ class Tensor:
             raise TritonModelException(f"Tensor '{name}' cannot be made from DLPack: {error}") from None
 
     def __dlpack__(self, **options: Any) -> Any:
-        """A DLPack capsule that shares the memory. Raises `TritonModelException` for BYTES."""
+        """Return a DLPack capsule that shares the memory. Raises `TritonModelException` for BYTES."""
         if self._datatype is DataType.BYTES:
             raise TritonModelException("DLPack does not have support for string tensors.")
         return _export_dlpack(self.as_numpy(), **options)
@@ -91,7 +91,7 @@ class Tensor:
         return ServerTensor(self._name, DataType.BYTES, elements)
 
 
-# Cache: the lookup by DataType.of_numpy takes longer than everything else in Tensor.__init__.
+# Cache: DataType.of_numpy takes longer than the rest of Tensor.__init__.
 _DATATYPES: dict[np.dtype[Any], DataType] = {}
 
 
@@ -100,7 +100,7 @@ def _datatype_of(name: str, array: npt.NDArray[Any]) -> DataType:
         datatype = DataType.of_numpy(array.dtype)
     except InvalidArgument as error:
         raise TritonModelException(f"Tensor '{name}': {error.message}") from None
-    if len(_DATATYPES) < 256:  # text has a dtype for each length
+    if len(_DATATYPES) < 256:  # numpy strings have a separate dtype for each length
         _DATATYPES[array.dtype] = datatype
     return datatype
 
@@ -120,17 +120,17 @@ _NUMBER = {datatype: number for number, datatype in _BY_NUMBER.items()}
 
 
 def triton_to_numpy_type(data_type: int) -> type[np.generic]:
-    """Numpy type of a datatype number."""
+    """Return the numpy type of a datatype number."""
     return _BY_NUMBER[data_type].dtype.type
 
 
 def numpy_to_triton_type(data_type: Any) -> int:
-    """Datatype number of a numpy type."""
+    """Return the datatype number of a numpy type."""
     return int(_NUMBER[DataType.of_numpy(np.dtype(data_type))])
 
 
 def triton_string_to_numpy(name: str) -> type[np.generic]:
-    """Numpy type of a `TYPE_*` name."""
+    """Return the numpy type of a `TYPE_*` name."""
     try:
         return DataType.from_config(name).dtype.type
     except InvalidArgument as error:
@@ -138,7 +138,7 @@ def triton_string_to_numpy(name: str) -> type[np.generic]:
 
 
 def serialize_byte_tensor(array: npt.NDArray[Any]) -> bytes | None:
-    """Elements with 4-byte length prefixes; None for an array that is empty or not of strings."""
+    """Return the elements with 4-byte length prefixes; None for an empty array or an array without strings."""
     if array.size == 0 or array.dtype.kind not in "SO":
         return None
     encoded = [element if isinstance(element, bytes) else str(element).encode() for element in array.flat]
@@ -146,7 +146,7 @@ def serialize_byte_tensor(array: npt.NDArray[Any]) -> bytes | None:
 
 
 def deserialize_bytes_tensor(data: bytes) -> npt.NDArray[Any]:
-    """Inverse of `serialize_byte_tensor`: a flat object array of `bytes`."""
+    """Invert `serialize_byte_tensor`. Returns a flat object array of `bytes`."""
     count, offset = 0, 0
     while offset < len(data):
         offset += 4 + int.from_bytes(data[offset : offset + 4], "little")
@@ -178,7 +178,7 @@ class _DLPackTensor(ctypes.Structure):
 
 
 def _export_dlpack(array: npt.NDArray[Any], **options: Any) -> Any:
-    """A DLPack capsule that shares the array's memory. numpy itself does not support bfloat16."""
+    """Return a DLPack capsule that shares the array's memory. numpy itself does not support bfloat16."""
     if DataType.of_numpy(array.dtype) is not DataType.BF16:
         return array.__dlpack__(**options)
     capsule = array.view(np.uint16).__dlpack__()
@@ -187,7 +187,7 @@ def _export_dlpack(array: npt.NDArray[Any], **options: Any) -> Any:
 
 
 def _array_from_dlpack(source: Any) -> npt.NDArray[Any]:
-    """An array that shares the memory of a DLPack capsule, or of an object with `__dlpack__`.
+    """Return an array that shares the memory of a DLPack capsule, or of an object with `__dlpack__`.
 
     Raises `BufferError`, `RuntimeError`, `TypeError`, `ValueError`.
     """
@@ -210,7 +210,7 @@ def _array_from_dlpack(source: Any) -> npt.NDArray[Any]:
 
 
 def _dlpack_dtype(capsule: Any) -> _DLPackDtype:
-    """The element type in a capsule, which may be modified. Raises `ValueError` for a consumed capsule."""
+    """Return the element type in a capsule, which can be modified. Raises `ValueError` for a consumed capsule."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     tensor = _DLPackTensor.from_address(pointer(capsule, b"dltensor"))
@@ -219,7 +219,7 @@ def _dlpack_dtype(capsule: Any) -> _DLPackDtype:
 
 
 def _writable_view(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A writable view. numpy imports bare capsules read-only, but models may write to them."""
+    """Return a writable view. numpy imports bare capsules as read-only, but models can write to them."""
     return np.asarray(_WritableBuffer(array))
 
 

@@ -1,4 +1,4 @@
-"""Instances of a Python model in threads of the server, and the interface of instance pools."""
+"""Interface of instance pools, and instances of a Python model in threads of the server."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT = 30.0
-"""Seconds that a model may take to return from `execute` and `finalize` when it is unloaded."""
+"""Timeout for a model to return from `execute` and `finalize` when it is unloaded, in seconds."""
 
 
 Rescheduler = Callable[[Any], None]
-"""Hands the request of a stream back to the scheduler. Called on the core's event loop."""
+"""Reschedules the request of a stream. Called on the core's event loop."""
 
 
 class InstancePool(ABC):
     """The instances of one loaded model. Used on the core's event loop.
 
-    Work for any instance goes to the first idle one. Instances with `ModelDescription.has_own_queue` only execute
-    work that is addressed to them.
+    Work for any instance is executed by the first idle instance. Instances with `ModelDescription.has_own_queue` only
+    execute work assigned to them.
     """
 
     @abstractmethod
@@ -49,22 +49,22 @@ class InstancePool(ABC):
 
     @abstractmethod
     def put(self, work: WorkItem, instance: int | None = None) -> None:
-        """Queue a work item, for any instance or the given one. Raises `Unavailable` if none can execute it."""
+        """Queue a work item for any instance or the given instance. Raises `Unavailable` if none can execute it."""
 
     async def update(self, description: ModelDescription, growth: list[int]) -> bool:
         """Change the instance count of each group by `growth`. Raises `ServerError`.
 
-        Returns False, without any change, if the model must be reloaded instead.
+        Returns False, without changes, if the model must be reloaded instead.
         """
         return False
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether at least one instance can execute requests."""
+        """Return whether at least one instance can execute requests."""
 
     @abstractmethod
     async def check_ready(self) -> bool:
-        """Whether `is_ready` of all running instances returns true."""
+        """Return whether `is_ready` of all running instances returns true."""
 
     @abstractmethod
     async def stop(self) -> None:
@@ -81,7 +81,7 @@ class ThreadInstancePool(InstancePool):
         self._access = access
         self._shared_queue = WorkQueue()
         self._calls = LoopCalls(asyncio.get_running_loop())
-        # No bound methods of this object: the threads would keep it alive.
+        # Pass no bound methods of this object: the threads would keep it alive.
         self._respond = partial(_respond, self._calls)
         self._reschedule = None if reschedule is None else partial(self._calls.post, reschedule)
         self._threads = [self._make(description, spec) for spec in description.instances]
@@ -103,14 +103,14 @@ class ThreadInstancePool(InstancePool):
         await self._start(self._threads)
 
     async def update(self, description: ModelDescription, growth: list[int]) -> bool:
-        """Requires the shared queue. Shrinking ends whichever instances are idle first.
+        """Change the instance counts. Requires the shared queue. Shrinking ends the instances that become idle first.
 
-        Groups on several GPUs need a reload: names are assigned device by device, so another count moves names
+        Groups on several GPUs need a reload: names are assigned device by device, so a different count moves names
         to other devices, and ending arbitrary instances would leave the devices unbalanced.
         """
         alive = [thread for thread in self._threads if thread.alive]
         if len(alive) > self._target_count:
-            return False  # some are still draining: it is unknown which, and so which names are free
+            return False  # some instances are still draining; their names, and therefore the free names, are unknown
         if any(len(spec.group.gpus) > 1 for spec in description.instances):
             return False
         added = [self._make(description, spec) for spec in self._specs_to_add(description, growth)]
@@ -120,7 +120,7 @@ class ThreadInstancePool(InstancePool):
         except BaseException:
             for thread in added:
                 if thread.instance.started.done() and thread.instance.started.exception() is None:
-                    self._shared_queue.put(None)  # ends any one instance
+                    self._shared_queue.put(None)  # ends an arbitrary instance
             raise
         self._target_count += len(added)
         for _ in range(-min(growth)):
@@ -129,7 +129,7 @@ class ThreadInstancePool(InstancePool):
         return True
 
     def _specs_to_add(self, description: ModelDescription, growth: list[int]) -> list[InstanceSpec]:
-        """Specs with unused names, for each group as many as it grows by."""
+        """Return specs with unused names, one per instance by which a group grows."""
         used = {thread.instance.name for thread in self._threads if thread.alive}
         unused = [spec for spec in description.instances if spec.name not in used]
         groups = list(dict.fromkeys(spec.group.name for spec in description.instances))
@@ -160,12 +160,12 @@ class ThreadInstancePool(InstancePool):
 
     async def check_ready(self) -> bool:
         answers = [thread.instance.check_ready() for thread in self._threads if thread.alive]
-        # Shielded: if this caller times out, the next one may use the answer.
+        # Shielded: if this caller times out, the next caller can use the result.
         waiting = [asyncio.shield(asyncio.wrap_future(answer)) for answer in answers]
         return all(await asyncio.gather(*waiting))
 
     async def stop(self) -> None:
-        """Execute queued requests first."""
+        """Execute the queued requests, then end the instances."""
         await stop_threads(self._threads, self._name, END_TIMEOUT)
 
 

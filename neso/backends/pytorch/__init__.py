@@ -1,1 +1,1 @@
-"""TorchScript modules (`model.pt`) and exported programs (`model.pt2`)."""
+"""Backend `pytorch`: TorchScript modules (`model.pt`) and exported programs (`model.pt2`)."""

@@ -42,7 +42,7 @@ class PyTorchBackend(TensorBackend):
         self._programs: SharedByDevice[Program] = SharedByDevice(shared=shared)
 
     def make_model(self, instance: Instance) -> TensorModel:
-        """Raises `Unsupported` if torch does not find the instance's GPU."""
+        """Create the model of an instance. Raises `Unsupported` if torch does not find the instance's GPU."""
         device = _device(instance, self.context.name)
         return TorchModel(
             self.context, instance, device or torch.device("cpu"), lambda: self._program(device)
@@ -64,7 +64,7 @@ class PyTorchBackend(TensorBackend):
 
 
 def _device(instance: Instance, model: str) -> torch.device | None:
-    """Device of an instance; None for kind MODEL: the program keeps the devices it was saved with."""
+    """Return the device of an instance; None for kind MODEL: the program keeps the devices that it was saved with."""
     if instance.kind is InstanceKind.MODEL:
         return None
     if instance.kind is InstanceKind.CPU:
@@ -78,7 +78,7 @@ def _device(instance: Instance, model: str) -> torch.device | None:
 
 
 class TorchModel(TensorModel):
-    """An instance of a PyTorch model. `open` returns its program, which may be shared; inputs are moved to `device`."""
+    """An instance of a PyTorch model. `open` returns its program, which can be shared. Inputs are moved to `device`."""
 
     def __init__(
         self, context: ModelContext, instance: Instance, device: torch.device, open: Callable[[], Program]
@@ -144,13 +144,13 @@ class TorchModel(TensorModel):
 
 
 def _last_line(error: Exception) -> str:
-    """The message of an error. TorchScript puts a stack trace before it."""
+    """Return the message of an error. In TorchScript errors, a stack trace precedes the message."""
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__
 
 
 def _check_strings(config: Any) -> None:
-    """Raises `InvalidArgument` for string tensors with more than one dimension: they are passed as lists."""
+    """Raise `InvalidArgument` for string tensors with more than one dimension, because they are passed as lists."""
     for kind, tensors in (("input", config.input), ("output", config.output)):
         for tensor in tensors:
             dims = tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims
@@ -173,7 +173,7 @@ _threads: dict[str, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class TorchSettings:
-    """Settings of one model. Thread counts are process-wide: the first model that sets one determines it."""
+    """Settings of one model. Thread counts are process-wide; the first model that sets a count determines it."""
 
     inference_mode: bool
     optimized_execution: bool

@@ -1,6 +1,6 @@
-"""Map inputs of a configuration to arguments of a program, and results to outputs.
+"""Mapping of configured inputs to program arguments, and of results to outputs.
 
-Triton's naming conventions: names end with `__<index>`, or are argument names of `forward` (inputs only); otherwise the
+Triton's naming conventions: names end with `__<index>`, or are argument names of `forward` (inputs only). Otherwise the
 order in the configuration is used.
 """
 
@@ -18,7 +18,7 @@ _INDEXED = re.compile(r".+__(\d+)")
 
 
 def find_arguments(config: Any, arguments: list[Argument] | None) -> dict[str, str]:
-    """Argument name (or dictionary key) by input name, including inputs that the server provides.
+    """Return the argument name (or dictionary key) by input name, including inputs provided by the server.
 
     Raises `InvalidArgument` if inputs and arguments do not match.
     """
@@ -47,7 +47,7 @@ def find_arguments(config: Any, arguments: list[Argument] | None) -> dict[str, s
 
 
 def find_results(config: Any) -> dict[str, int]:
-    """Result position by output name, including implicit states. Raises `InvalidArgument`."""
+    """Return the result position by output name, including implicit states. Raises `InvalidArgument`."""
     names = [tensor.name for tensor in config.output]
     if not names:
         raise InvalidArgument("model configuration must contain at least one output, none were specified.")

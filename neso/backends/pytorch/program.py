@@ -36,7 +36,7 @@ class Program(ABC):
     """A callable program.
 
     - arguments: in the order of the call; None for a program with one dictionary argument
-    - writes_inputs: it has in-place operations, which may modify its inputs
+    - writes_inputs: whether it has in-place operations, which can modify its inputs
     """
 
     arguments: list[Argument] | None
@@ -78,7 +78,7 @@ class ScriptProgram(Program):
         if self.arguments is None:
             result = self._module(dict(values))
         else:
-            # Positional up to the first gap: argument names of traced modules may be invalid as keywords.
+            # Positional up to the first gap: argument names of traced modules can be invalid as keywords.
             ordered = []
             for argument in self.arguments:
                 if argument.name not in values:
@@ -109,7 +109,7 @@ _EXPORTED_IN_PLACE = re.compile(r"\bops\.\w+\.\w*[^_\W]_\.")
 class ExportedProgram(Program):
     """A program saved by `torch.export.save`. Raises `ServerError` if it cannot be loaded.
 
-    Nested arguments are flattened: values of dictionaries are named by their key, others by the name in the graph.
+    Nested arguments are flattened. Dictionary values are named by their keys, other values by their names in the graph.
     """
 
     def __init__(self, path: Path, device: torch.device | None) -> None:
@@ -163,12 +163,12 @@ def _check_archive(path: Path) -> None:
         )
 
 
-# torch tensors cannot be read-only like request arrays. Programs that write to their inputs get copies.
+# Request arrays are read-only, but torch tensors cannot be. Programs that write to their inputs get copies.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 def to_torch(array: npt.NDArray[Any], device: torch.device, *, copy: bool) -> torch.Tensor:
-    """Convert to a tensor on `device`. On the CPU it shares the array's memory, unless `copy`."""
+    """Convert to a tensor on `device`. On the CPU, it shares the array's memory unless `copy` is true."""
     if copy:
         array = array.copy()
     if array.dtype == DataType.BF16.dtype:

@@ -1,4 +1,4 @@
-"""Base of backends whose models map arrays to arrays. It provides instance threads, batching and error handling.
+"""Base of backends whose models map arrays to arrays. Provides instance threads, batching and error handling.
 
 To write a backend: implement `TensorModel`, set it as `model_class` of a subclass of `TensorBackend`, and register
 the subclass as an entry point of the group `neso.backends`.

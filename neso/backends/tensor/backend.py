@@ -16,7 +16,7 @@ from neso.server.errors import Unavailable
 from neso.server.inference_response import ResponseStream
 
 UNLOAD_TIMEOUT = 30.0
-"""Seconds that an instance may take to return from `run` and `unload` when its model is unloaded."""
+"""Timeout for an instance to return from `run` and `unload` when its model is unloaded, in seconds."""
 
 
 class TensorBackend(Backend):
@@ -54,7 +54,7 @@ class TensorBackend(Backend):
                 raise result
 
     def submit(self, request: ResponseStream) -> None:
-        """Queue a request for any instance; for the first one if the scheduler assigns instances."""
+        """Queue a request for any instance, or for the first instance if the scheduler assigns instances."""
         if not self.ready():
             raise self._no_instance()
         loop = asyncio.get_running_loop()
@@ -65,7 +65,7 @@ class TensorBackend(Backend):
     def execute(
         self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None
     ) -> None:
-        """Queue requests as one execution, for any instance or the given one."""
+        """Queue requests as one execution, for any instance or the given instance."""
         if not (self.ready() if instance is None else self._threads[instance].alive):
             for stream in batch:
                 stream.fail(self._no_instance())
@@ -80,7 +80,7 @@ class TensorBackend(Backend):
         await stop_threads(self._threads, self.context.name, UNLOAD_TIMEOUT)
 
     def ready(self) -> bool:
-        """Whether at least one instance can execute requests."""
+        """Return whether at least one instance can execute requests."""
         return any(thread.alive for thread in self._threads)
 
     def _no_instance(self) -> Unavailable:

@@ -1,4 +1,4 @@
-"""Execution of batches in instance threads: from requests to responses."""
+"""Execution of batches in instance threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Responses to a batch, each with its stream.
+    """Responses to a batch, each with its response stream.
 
     `size` and `timeline`: batch size and times of a successful execution; 0 and None otherwise.
     """
@@ -44,13 +44,13 @@ class Executor:
         self._name, self._version = context.name, context.version
         self._config = context.config
         self._signature = Signature(context.config)
-        # Outputs that the model must return: configured ones and implicit states.
+        # Outputs that the model must return: configured outputs and implicit states.
         self._datatypes = {spec.name: spec.datatype for spec in self._signature.outputs.values()}
         for state in context.config.sequence_batching.state:
             self._datatypes[state.output_name] = DataType.of_message(state)
 
     def execute(self, model: TensorModel, streams: list[ResponseStream]) -> Outcome:
-        """Execute the requests that are not cancelled. Never raises."""
+        """Execute the requests that are not cancelled. Does not raise."""
         wanted = [stream for stream in streams if not stream.request.cancelled]
         responses = self._fail(
             [stream for stream in streams if stream.request.cancelled], Cancelled(NEVER_EXECUTED)
@@ -76,7 +76,7 @@ class Executor:
         return Outcome(responses, batch.size, wanted[0].timeline)
 
     def _checked(self, outputs: Arrays) -> Arrays:
-        """The configured outputs. Raises `ServerError` for missing outputs and wrong datatypes."""
+        """Return the configured outputs. Raises `ServerError` for missing outputs and wrong datatypes."""
         if not isinstance(outputs, Mapping):
             raise InternalError(
                 f"run of model '{self._name}' returned {type(outputs).__name__}, expected arrays by name"
@@ -133,7 +133,7 @@ class BatchWork:
 
 
 WorkQueue = queue.SimpleQueue[BatchWork | None]
-"""Queue of instances; None ends one of them."""
+"""Work queue of instances; None ends one instance."""
 
 
 class InstanceThread:

@@ -1,4 +1,4 @@
-"""The interface that authors of tensor backends implement: `TensorModel`, with its instance and parameters."""
+"""Interface for authors of tensor backends: `TensorModel`, its instance and parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Loaded = TypeVar("Loaded")
 
 
 class InstanceKind(str, Enum):
-    """Where an instance runs: `kind` of its instance group."""
+    """Device kind of an instance: `kind` of its instance group."""
 
     CPU = "CPU"
     GPU = "GPU"
@@ -38,9 +38,9 @@ class Instance:
 
 
 class TensorModel(ABC):
-    """One instance of a model. Created and used in a thread of its own, so its methods may block.
+    """One instance of a model. Created and used in a separate thread, so its methods can block.
 
-    `parameters`: those of the configuration, with the settings of the backend (`--backend-config`) as defaults.
+    `parameters`: parameters of the configuration, with the settings of the backend (`--backend-config`) as defaults.
     A raised `ServerError` is sent to the client; other exceptions are sent as internal errors with their text.
     """
 
@@ -57,7 +57,7 @@ class TensorModel(ABC):
         """Execute a batch and return the outputs by name.
 
         Inputs have the configured datatypes (strings: object arrays of `bytes`) and the shapes `dims`, or `reshape`;
-        with `max_batch_size` > 0, [rows of all requests, *dims]. Optional inputs may be missing. Do not write to them.
+        with `max_batch_size` > 0, [rows of all requests, *dims]. Optional inputs can be missing. Inputs are read-only.
 
         Every configured output must be returned with its datatype (strings: `bytes` or `str`) and, with
         `max_batch_size` > 0, as many rows as the inputs. Other outputs are dropped.
@@ -68,7 +68,7 @@ class TensorModel(ABC):
 
 
 class Parameters(Mapping[str, str]):
-    """The `parameters` of a configuration by name. `defaults`: values of parameters that it does not set."""
+    """The `parameters` of a configuration by name. `defaults`: values of parameters that are not set."""
 
     def __init__(self, config: Any, defaults: Mapping[str, str] | None = None) -> None:
         self._model: str = config.name
@@ -85,7 +85,7 @@ class Parameters(Mapping[str, str]):
         return len(self._values)
 
     def integer(self, name: str, default: int) -> int:
-        """Raises `InvalidArgument` if the value is not an integer."""
+        """Return an integer parameter. Raises `InvalidArgument` if the value is not an integer."""
         text = self._values.get(name)
         try:
             return default if text is None else int(text)
@@ -93,7 +93,7 @@ class Parameters(Mapping[str, str]):
             raise self._invalid(name, "an integer") from None
 
     def boolean(self, name: str, default: bool) -> bool:
-        """Raises `InvalidArgument` if the value is not a boolean."""
+        """Return a boolean parameter. Raises `InvalidArgument` if the value is not a boolean."""
         text = self._values.get(name)
         if text is None:
             return default
@@ -117,7 +117,7 @@ class SharedByDevice(Generic[Loaded]):
         self._lock = threading.Lock()
 
     def get(self, device: Hashable, load: Callable[[], Loaded]) -> Loaded:
-        """The model of a device, loaded by `load` if necessary."""
+        """Return the model of a device; call `load` if it is not loaded."""
         if not self._is_shared:
             return load()
         with self._lock:
@@ -131,7 +131,7 @@ class SharedByDevice(Generic[Loaded]):
 
 
 def server_inputs(config: Any) -> list[str]:
-    """Names of inputs that the server provides: sequence controls, implicit states and batch inputs."""
+    """Return the names of inputs provided by the server: sequence controls, implicit states and batch inputs."""
     names = [tensor.name for tensor in config.sequence_batching.control_input]
     names += [state.input_name for state in config.sequence_batching.state]
     names += [name for spec in config.batch_input for name in spec.target_name]
@@ -139,7 +139,7 @@ def server_inputs(config: Any) -> list[str]:
 
 
 def output_names(config: Any) -> list[str]:
-    """Names of all outputs of a model: the configured ones and those of implicit states, without duplicates."""
+    """Return the names of all outputs of a model: configured outputs and implicit states, without duplicates."""
     names = [tensor.name for tensor in config.output]
     names += [state.output_name for state in config.sequence_batching.state]
     return list(dict.fromkeys(names))

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class TensorRtLlmBackend(EngineBackend):
-    """Each batch row is a request to the engine. A request with the input `stop` stops another one by its id.
+    """Each batch row is an engine request. A request with the input `stop` stops another request by its id.
 
     Of `dynamic_batching`, only `max_queue_size` is used: the engine batches requests in flight.
     """
@@ -78,7 +78,7 @@ class TensorRtLlmBackend(EngineBackend):
             await self._load_adapters(self._settings.lora_prefetch_dir)
 
     async def _load_adapters(self, directory: Path) -> None:
-        """Load the adapters in `lora_prefetch_dir`. On an error, unload the model. Raises `InvalidArgument`."""
+        """Load the adapters in `lora_prefetch_dir`; unload the model on an error. Raises `InvalidArgument`."""
         try:
             for adapter in await asyncio.to_thread(lambda: list(read_adapters(directory))):
                 await self.load_lora(adapter)
@@ -122,7 +122,7 @@ class TensorRtLlmBackend(EngineBackend):
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines concurrently. If one fails, cancel the others."""
+    """Run coroutines concurrently. If one fails, cancel the rest."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
         await asyncio.gather(*tasks)
@@ -133,7 +133,7 @@ async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 class RunningRequest:
-    """A request that can be stopped: sets `stopped` and cancels its task, if started."""
+    """A request that can be stopped. Stopping sets `stopped` and cancels the task of the request, if started."""
 
     def __init__(self) -> None:
         self.stopped = False
@@ -153,7 +153,7 @@ class RunningRequest:
 
 
 class RunningRequests:
-    """Requests in flight by id. Ids need not be unique: requests with the same id are stopped together."""
+    """Requests in flight by id. Requests with the same id are stopped together."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, set[RunningRequest]] = {}

@@ -1,6 +1,6 @@
-"""TensorRT-LLM's `parameters` in config.pbtxt: parsers, and the option that each parameter sets.
+"""TensorRT-LLM's `parameters` in config.pbtxt: parsers, and the option set by each parameter.
 
-Parsers raise `ValueError` with the expected value as its message.
+Parsers raise `ValueError` with the expected value as message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Paths = list[list[int]]
 
 
 def is_unset(text: str) -> bool:
-    """Whether a parameter is empty, or an unfilled placeholder of TensorRT-LLM's template (`${name}`)."""
+    """Return whether a parameter is empty or an unfilled placeholder of TensorRT-LLM's template (`${name}`)."""
     return not text or (text.startswith("${") and text.endswith("}"))
 
 
@@ -32,7 +32,7 @@ def boolean(value: str) -> bool:
 
 
 def integer(low: int) -> Parser:
-    """Parser of an integer >= `low`."""
+    """Return a parser of integers >= `low`."""
 
     def read(value: str) -> int:
         try:
@@ -57,7 +57,7 @@ def fraction(value: str) -> float:
 
 
 def one_of(*choices: str) -> Parser:
-    """Parser of one of `choices`, ignoring case."""
+    """Return a parser of one of `choices`, ignoring case."""
     by_lower = {choice.lower(): choice for choice in choices}
 
     def read(value: str) -> str:
@@ -69,7 +69,7 @@ def one_of(*choices: str) -> Parser:
 
 
 def integers(value: str) -> list[int]:
-    """Integers, separated by commas."""
+    """Parse comma-separated integers."""
     try:
         return [int(part) for part in value.split(",") if part.strip()]
     except ValueError:
@@ -77,7 +77,7 @@ def integers(value: str) -> list[int]:
 
 
 def window_sizes(value: str) -> int | list[int]:
-    """One window size for all layers, or a list of sizes."""
+    """Parse one window size for all layers, or a list of sizes."""
     sizes = integers(value)
     if not sizes or min(sizes) < 1:
         raise ValueError("an integer, at least 1, or several for the layers, separated by commas")
@@ -85,7 +85,7 @@ def window_sizes(value: str) -> int | list[int]:
 
 
 def choices(value: str) -> Paths:
-    """A tree of draft tokens in TensorRT-LLM's notation: `{0}, {0, 0}, {0, 1}`."""
+    """Parse a tree of draft tokens in TensorRT-LLM's notation: `{0}, {0, 0}, {0, 1}`."""
     try:
         paths = json.loads("[" + value.replace("{", "[").replace("}", "]") + "]")
     except ValueError:
@@ -109,8 +109,8 @@ class Parameter:
     """One entry of `parameters`.
 
     - effect: description; for a parameter without effect, the reason
-    - option: the engine option that it sets
-    - setting: it is handled by the backend
+    - option: engine option set by the parameter
+    - setting: whether the parameter is handled by the backend
 
     A parameter with neither `option` nor `setting` has no effect, which is logged unless `quiet` (for parameters that
     TensorRT-LLM's template always sets).

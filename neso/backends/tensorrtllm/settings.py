@@ -1,4 +1,4 @@
-"""Convert TensorRT-LLM's `parameters` to engine options and settings of the backend."""
+"""Conversion of TensorRT-LLM's `parameters` to engine options and backend settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Settings:
 def read_settings(config: Any, version_directory: Path, directory: Path) -> Settings:
     """Parse the `parameters` of a `ModelConfig`. Raises `InvalidArgument`.
 
-    Parameters that are not TensorRT-LLM's are options of the engine (`EngineConfig`); others cause a warning.
+    Names that are not TensorRT-LLM's set engine options (`EngineConfig`); unknown names cause a warning.
     """
     reader = _Reader(config, version_directory, directory)
     return reader.read()
@@ -118,7 +118,7 @@ class _Reader:
             raise self._wrong("num_nodes", str(nodes), "1: one process runs a model")
 
     def _complete(self, model: Path) -> None:
-        """Set options derived from others, and TensorRT-LLM's defaults where they differ from the engine's."""
+        """Set derived options, and TensorRT-LLM's defaults where they differ from the engine's."""
         options, values = self._options, self._values
         options.setdefault("batch_scheduler_policy", "guaranteed_no_evict")
         options.setdefault("enable_lora", "auto")
@@ -137,7 +137,7 @@ class _Reader:
         self._tokenizer(model)
 
     def _limits(self) -> Mapping[str, int]:
-        """`max_num_seqs` from `max_batch_size`, `max_num_batched_tokens` with at least one token per sequence."""
+        """Return the scheduler limits. Defaults allow `max_batch_size` sequences with one token each per step."""
         defaults = SchedulerConfig()
         options = {name: self._number(name) for name in _LIMITS & self._options.keys()}
         widest = max(int(self._config.max_batch_size), self._values.get("max_beam_width", 1))
@@ -152,7 +152,7 @@ class _Reader:
         return {**limits, "max_queue_size": queue} if queue else limits
 
     def _number(self, name: str) -> int:
-        """An integer option. Raises `InvalidArgument`."""
+        """Return an integer option. Raises `InvalidArgument`."""
         try:
             return int(str(self._options[name]))
         except ValueError:
@@ -170,7 +170,7 @@ class _Reader:
             )
 
     def _tokenizer(self, model: Path) -> None:
-        """Use `tokenizer_dir`, else the model's tokenizer, else none: requests and responses are token ids."""
+        """Use `tokenizer_dir`, or the model's tokenizer, or no tokenizer: requests and responses are token ids."""
         named = self._values.get("tokenizer_dir")
         if named is not None:
             self._options["tokenizer"] = str(self._model("tokenizer_dir", named))
@@ -178,7 +178,7 @@ class _Reader:
             self._options.setdefault("skip_tokenizer_init", "tokenizer" not in self._options)
 
     def _model(self, name: str, path: str) -> Path:
-        """Resolve a path or a name of a model."""
+        """Resolve a path or model name."""
         try:
             return resolve_model(resolve_relative(Path(path).expanduser(), *self._places) or path)
         except ModelNotFound as error:
@@ -202,8 +202,8 @@ EXPECTED_MODEL = (
 def model_files(path: str | None, version_directory: Path, model_directory: Path) -> Path:
     """Resolve `gpt_model_path`; if unset, the model is in the version directory. Raises `InvalidArgument`.
 
-    The path is absolute, relative to the version's or the model's directory, the name of a shipped model, or a
-    Hugging Face name.
+    The path can be absolute, relative to the version or model directory, the name of a shipped model, or a Hugging Face
+    name.
     """
     if path is None:
         found = version_directory
@@ -223,10 +223,10 @@ def model_files(path: str | None, version_directory: Path, model_directory: Path
 
 
 def _reject_trt_engine(directory: Path) -> None:
-    """Raises `InvalidArgument` for TensorRT engines and for checkpoints converted for TensorRT-LLM."""
+    """Raise `InvalidArgument` for TensorRT engines and for checkpoints converted for TensorRT-LLM."""
     if any(directory.glob("*.engine")):
         raise InvalidArgument(
-            f"gpt_model_path: {directory} holds an engine of TensorRT, which only runs there; {EXPECTED_MODEL}"
+            f"gpt_model_path: {directory} contains a TensorRT engine, which only TensorRT-LLM can run; {EXPECTED_MODEL}"
         )
     try:
         config = json.loads((directory / "config.json").read_bytes())

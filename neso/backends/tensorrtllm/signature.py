@@ -1,7 +1,7 @@
 """Inputs and outputs of TensorRT-LLM's Triton model `tensorrt_llm`.
 
-Some inputs had other names in older versions (`min_length`, `random_seed`, ...). Both names are listed, because a
-repository may use either.
+Some inputs had different names in older versions (`min_length`, `random_seed`, ...). Both names are listed, because
+repositories use either.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ OUTPUTS: tuple[TensorField, ...] = (
     TensorField("total_draft_tokens", "TYPE_INT32"),
     TensorField("num_input_tokens", "TYPE_INT32"),
     TensorField("num_output_tokens", "TYPE_INT32"),
-    # Not in TensorRT-LLM. Sent only if requested by name: the tokens before `output_ids`.
+    # The tokens before `output_ids`. Not in TensorRT-LLM; sent only if requested by name.
     TensorField("preceding_ids", "TYPE_INT32", (-1,)),
 )
 
 
 def complete(config: Any) -> None:
-    """Add all inputs to a `ModelConfig` without inputs, and all outputs to one without outputs."""
+    """Add all inputs to a `ModelConfig` without inputs, and all outputs to a `ModelConfig` without outputs."""
     if not config.input:
         add_inputs(config, INPUTS)
     if not config.output:

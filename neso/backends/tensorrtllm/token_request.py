@@ -1,4 +1,4 @@
-"""Convert request tensors to generation requests, one per batch row."""
+"""Conversion of request tensors to generation requests, one per batch row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAMPLING = (
     *("len_penalty", "early_stopping", "beam_search_diversity_rate", "beam_width", "num_return_sequences"),
     *("min_length", "min_tokens", "random_seed", "seed"),
 )
-"""Scalar inputs that are sampling parameters. Of two names of a parameter, the newer one comes later."""
+"""Scalar inputs that are sampling parameters. If a parameter has two names, the newer name is later."""
 
 _NAMES = {
     "length_penalty": "len_penalty",
@@ -58,8 +58,8 @@ _UNSUPPORTED = {
 class TokenRequest:
     """One row of a batch.
 
-    - end_id: token that ends the sequence and is not part of the output; `NO_END`: none
-    - wanted: names of the true inputs `return_<name>`
+    - end_id: token that ends the sequence and is not part of the output; `NO_END` for none
+    - wanted: names of the inputs `return_<name>` that are true
     """
 
     generation: GenerationRequest
@@ -76,7 +76,7 @@ class TokenRequest:
 
     @property
     def num_responses(self) -> int:
-        """Number of separate responses: one per sequence; one for all beams."""
+        """Number of separate responses: one per sequence, or one for all beams."""
         sampling = self.generation.sampling
         return 1 if sampling.uses_beams else sampling.n
 
@@ -103,7 +103,7 @@ class RequestReader:
         return rows
 
     def stops(self, request: InferenceRequest) -> bool:
-        """Whether a request asks to stop another one."""
+        """Return whether a request stops another request."""
         tensor = request.inputs.get("stop")
         return tensor is not None and bool(tensor.array.any())
 
@@ -176,7 +176,7 @@ class RequestReader:
         return values
 
     def _choose_decoding(self, values: dict[str, Any]) -> None:
-        """Choose beam search, sampling or greedy decoding, by `decoding_mode`, `beam_width`, `top_k` and `top_p`."""
+        """Choose beam search, sampling or greedy decoding from `decoding_mode`, `beam_width`, `top_k` and `top_p`."""
         width, mode = values.get("beam_width", 1), self._settings.decoding_mode
         if width > self._settings.max_beam_width:
             raise InvalidArgument(
@@ -200,10 +200,10 @@ _CANONICAL = {"min_length": "min_tokens", "random_seed": "seed"}
 
 
 def _check_single(rows: list[TokenRequest]) -> None:
-    """Raises `InvalidArgument` for requests with several responses, for models that are not decoupled."""
+    """Raise `InvalidArgument` for requests with several responses if the model is not decoupled."""
     if len(rows) > 1:
         raise InvalidArgument(
-            "a batch of several sequences needs a decoupled model: each is answered by itself"
+            "a batch of several sequences needs a decoupled model, because each sequence has its own response"
         )
     (row,) = rows
     if row.streaming:
@@ -212,18 +212,18 @@ def _check_single(rows: list[TokenRequest]) -> None:
         )
     if row.num_responses > 1:
         raise InvalidArgument(
-            "num_return_sequences: above 1 needs a decoupled model, each is answered by itself"
+            "num_return_sequences: above 1 needs a decoupled model, because each sequence has its own response"
         )
 
 
 def convert_error(error: InvalidParameter) -> InvalidArgument:
-    """Convert an error about a parameter, with the name of its tensor."""
+    """Convert a parameter error; the message contains the name of the parameter's tensor."""
     return InvalidArgument(f"{_NAMES.get(error.field, error.field)}: {error.message}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The tensors of one row. `number` None: there is no batch dimension. Empty tensors count as absent."""
+    """The tensors of one row. `number` is None without a batch dimension. Empty tensors count as absent."""
 
     request: InferenceRequest
     number: int | None
@@ -233,7 +233,7 @@ class _Row:
         return tensor is not None and tensor.array.size > 0
 
     def scalar(self, name: str, default: Any = None) -> Any:
-        """The single element of a tensor, as a Python value."""
+        """Return the single element of a tensor as a Python value."""
         if not self.has(name):
             return default
         values = self.request.inputs[name].array
@@ -258,7 +258,7 @@ class _Row:
         return text
 
     def prompt(self) -> list[int]:
-        """The first `input_lengths` tokens of `input_ids`; the rest is padding."""
+        """Return the first `input_lengths` tokens of `input_ids`; the rest is padding."""
         ids = self.array("input_ids").reshape(-1)
         length = self.scalar("input_lengths", len(ids))
         if not 0 < length <= len(ids):
@@ -288,7 +288,7 @@ class _Row:
 
 
 RANGES = tuple(f"retention_token_range_{what}" for what in ("starts", "ends", "priorities", "durations_ms"))
-"""Tensors with one value per token range. -1 as end: end of the prompt; -1 as duration: forever."""
+"""Tensors with one value per token range. -1 as end: end of the prompt; -1 as duration: no time limit."""
 _UNSET = -1
 
 

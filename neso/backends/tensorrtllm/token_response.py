@@ -1,4 +1,4 @@
-"""Convert generated tokens to response tensors."""
+"""Conversion of generated tokens to response tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.tensor import DataType, Tensor
 
 NO_TOKEN = -1
-"""Padding of shorter sequences, if the request has no `pad_id`."""
+"""Padding of shorter sequences if the request has no `pad_id`."""
 NUM_PRECEDING = 8
-"""Length of `preceding_ids`: enough context to detokenize the next tokens."""
+"""Length of `preceding_ids`: sufficient context to detokenize the next tokens."""
 
 
 class AnswerFormat:
@@ -37,7 +37,7 @@ class AnswerFormat:
         self._length_one = self.tensor("sequence_length", DataType.INT32, np.ones(1, np.int32))
 
     def lengths(self, lengths: list[int]) -> Tensor:
-        """The tensor `sequence_length`. The most common value in streams, [1], is cached."""
+        """Return the tensor `sequence_length`. The most common value in streams, [1], is cached."""
         if lengths == [1]:
             return self._length_one
         return self.tensor("sequence_length", DataType.INT32, np.array(lengths, np.int32))
@@ -49,7 +49,7 @@ class AnswerFormat:
         return self.tensor(name, datatype, np.array([value], datatype.dtype))
 
     def floats(self, name: str, array: FloatRows) -> Tensor:
-        """A logits tensor, converted to its configured datatype."""
+        """Return a logits tensor, converted to its configured datatype."""
         datatype = self._logits.get(name, DataType.FP32)
         return self.tensor(name, datatype, array.astype(datatype.dtype, copy=False))
 
@@ -90,8 +90,9 @@ class _Gained:
 class RowAnswer:
     """Collects the output of one row and creates its responses.
 
-    Each sequence has its own responses: one per step if streaming, else one at the end. All beams share one response.
-    Streamed responses have the new tokens only; others have all tokens after the prompt, which may be excluded.
+    Each sequence has separate responses: one per step if streaming, otherwise one at the end. All beams share one
+    response. Streamed responses contain only the new tokens; other responses contain all tokens, with or without the
+    prompt.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class RowAnswer:
         """Number of unfinished sequences."""
 
     def take(self, output: GenerationOutput) -> Iterator[list[Tensor]]:
-        """Add an engine output and yield the tensors of the responses that are complete."""
+        """Add an engine output and yield the tensors of complete responses."""
         self._usage = output.usage
         if not self._first:
             self._first = time.monotonic_ns()
@@ -162,7 +163,7 @@ class RowAnswer:
         return tensors
 
     def _tokens(self, gained: list[_Gained]) -> list[Tensor]:
-        """`output_ids` int32[sequences, tokens] and `sequence_length` int32[sequences]."""
+        """Return `output_ids` int32[sequences, tokens] and `sequence_length` int32[sequences]."""
         rows = [self._in_front + sequence.tokens for sequence in gained]
         ids = np.array(rows, np.int32) if len(rows) == 1 else _padded(rows, self._request.pad_id)
         return [
@@ -171,14 +172,14 @@ class RowAnswer:
         ]
 
     def _preceding(self, index: int, gained: _Gained) -> Tensor:
-        """`preceding_ids` int32[<= NUM_PRECEDING]: the tokens before these; for beams, the end of the prompt."""
+        """Return `preceding_ids` int32[<= NUM_PRECEDING]: the preceding tokens; for beams, the end of the prompt."""
         assert self._tails is not None
         tail = self._tails[index]
         self._tails[index] = (tail + gained.tokens)[-NUM_PRECEDING:]
         return self._format.tensor("preceding_ids", DataType.INT32, np.array(tail, np.int32))
 
     def _wanted(self, gained: list[_Gained], ends: bool) -> list[Tensor]:
-        """Outputs requested by inputs `return_<name>`."""
+        """Return the outputs requested by inputs `return_<name>`."""
         wanted, format = self._request.wanted, self._format
         tensors = []
         if "log_probs" in wanted:
@@ -204,7 +205,7 @@ class RowAnswer:
         return tensors
 
     def _performance(self) -> list[Tensor]:
-        """KV-cache blocks, times in ns of the monotonic clock, and draft token acceptance."""
+        """Return KV-cache blocks, times in ns of the monotonic clock, and draft token acceptance."""
         usage, size = self._usage, self._format.block_size
         blocks = -(-(usage.prompt_tokens + usage.completion_tokens) // size)
         reused = usage.cached_tokens // size
@@ -225,7 +226,7 @@ class RowAnswer:
 
 
 def _padded(rows: list[list[int]], pad_id: int) -> npt.NDArray[np.int32]:
-    """int32[rows, longest]."""
+    """Return int32[rows, longest]; shorter rows are padded with `pad_id`."""
     padded = np.full((len(rows), max(map(len, rows))), pad_id if pad_id >= 0 else NO_TOKEN, np.int32)
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row
@@ -233,7 +234,7 @@ def _padded(rows: list[list[int]], pad_id: int) -> npt.NDArray[np.int32]:
 
 
 def _padded_floats(rows: list[FloatRows]) -> FloatRows:
-    """float32[rows, longest, ...]; zeros behind the shorter ones."""
+    """Return float32[rows, longest, ...]; shorter rows are padded with zeros."""
     padded = np.zeros((len(rows), max(map(len, rows)), *rows[0].shape[1:]), np.float32)
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row

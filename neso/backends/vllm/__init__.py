@@ -1,1 +1,1 @@
-"""Language models on vLLM's engine."""
+"""Backend `vllm`: language models on vLLM's engine."""

@@ -1,4 +1,4 @@
-"""`VllmBackend`: serves a vLLM engine as tensors, and through the text-generation and pooling interfaces."""
+"""`VllmBackend`: serves a vLLM engine with tensors, and through the text-generation and pooling interfaces."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class VllmBackend(Backend):
         except BaseException:
             await self.unload()
             raise
-        if gc.get_freeze_count():  # the server has frozen its objects; freeze vLLM's modules too
+        # The server has frozen its objects (`freeze_gc`); also freeze vLLM's modules.
+        if gc.get_freeze_count():
             await asyncio.to_thread(release_memory)
         logger.info(
             "model '%s' on vLLM %s in %.1f s, context %d tokens",
@@ -95,7 +96,7 @@ class VllmBackend(Backend):
         )
 
     async def _create_text_models(self, engine: VllmEngine, arguments: Any) -> None:
-        """Create the text-generation and pooling interfaces of the model, as far as it supports them."""
+        """Create the text-generation and pooling interfaces that the model supports."""
         tokenizer = None if arguments.skip_tokenizer_init else await engine.tokenizer()
         source, revision = arguments.tokenizer, arguments.tokenizer_revision
         if not source:
@@ -112,7 +113,7 @@ class VllmBackend(Backend):
             self._pooling_model = VllmPoolingModel(engine, text)
 
     def _make_metrics(self, arguments: Any) -> VllmMetrics | None:
-        """None unless `REPORT_CUSTOM_METRICS` is set, as in Triton, and the engine collects statistics."""
+        """Return None unless `REPORT_CUSTOM_METRICS` is set, as in Triton, and the engine collects statistics."""
         context = self.context
         enabled = parse_bool(string_parameter(context.config, "REPORT_CUSTOM_METRICS"))
         if not enabled or arguments.disable_log_stats:
@@ -151,7 +152,7 @@ class VllmBackend(Backend):
     def pooling_model(self) -> PoolingModel | None:
         return self._pooling_model
 
-    # -- the tensor face ----------------------------------------------------------------------------------------
+    # -- tensor requests ----------------------------------------------------------------------------------------
 
     def submit(self, request: ResponseStream) -> None:
         self.request_tasks.start(request, self._answer(request))
@@ -179,7 +180,7 @@ class VllmBackend(Backend):
             self._fail(stream, InternalError(f"Error generating stream: {error}"))
 
     def _handle_unhealthy(self, stream: ResponseStream) -> None:
-        """Fail the request and unload the model, as Triton does, if the model control mode allows it."""
+        """Fail the request and, as in Triton, unload the model if the model control mode allows it."""
         stream.fail(Unavailable(UNHEALTHY))
         self._unhealthy = True
         if self._unloading is None:
@@ -189,9 +190,8 @@ class VllmBackend(Backend):
     async def _unload_model(self) -> None:
         try:
             await self.context.core.unload_model(self.context.name)
-        except (
-            ServerError
-        ) as error:  # not allowed in this model control mode: the model stays, but is not ready
+        except ServerError as error:
+            # Not allowed in this model control mode: the model stays loaded, but is not ready.
             logger.error("model '%s' stays loaded: %s", self.context.name, error)
 
     async def _generate(self, stream: ResponseStream, request: TextRequest) -> None:
@@ -232,7 +232,7 @@ class VllmBackend(Backend):
         stream.send(InferenceResponse(context.name, context.version, outputs=tensors), final=final)
 
     def _fail(self, stream: ResponseStream, error: ServerError, text: str = "N/A") -> None:
-        """Send an error together with an output, as Triton's backend does; some protocols transmit both."""
+        """Send an error together with an output, like Triton's backend; some protocols transmit both."""
         context = self.context
         stream.send(
             InferenceResponse(

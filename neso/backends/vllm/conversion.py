@@ -25,11 +25,11 @@ IMAGES = "multi_modal_data"
 """Key of images in vLLM's `TextPrompt` and `TokensPrompt`."""
 
 _REASONS = {reason.value: reason for reason in FinishReason}
-"""Other finish reasons of vLLM, such as a detected repetition, are mapped to STOP."""
+"""vLLM's other finish reasons, such as a detected repetition, are mapped to STOP."""
 
 
 def reject_unsupported_inputs(request: GenerationRequest) -> None:
-    """Raises `InvalidParameter` for inputs that vLLM prompts do not support."""
+    """Raise `InvalidParameter` for inputs that vLLM prompts do not support."""
     for name in ("prompt_embeds", "prompt_embedding_table", "draft"):
         if getattr(request, name) is not None:
             raise InvalidParameter(name, "is not supported by models on vLLM")
@@ -98,7 +98,7 @@ class OutputConverter:
 
 
 def token_logprobs(token: int, position: Mapping[int, Any], count: int) -> TokenLogprobs:
-    """Log probabilities of one position: of the token, and of the `count` most likely tokens (-1: all)."""
+    """Return the log probabilities of one position: of the token and of the `count` most likely tokens (-1: all)."""
     own = position[token]
     ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
     top = tuple(
@@ -110,7 +110,7 @@ def token_logprobs(token: int, position: Mapping[int, Any], count: int) -> Token
 
 
 def _prompt_logprobs(output: Any, count: int | None) -> list[TokenLogprobs | None] | None:
-    """One entry per prompt token, None for the first."""
+    """Return one entry per prompt token; None for the first."""
     if output.prompt_logprobs is None or count is None:
         return None
     return [
@@ -127,8 +127,8 @@ def parse_sampling_values(
 ) -> dict[str, Any]:
     """Convert JSON values or request parameters to vLLM's sampling parameters. Raises `InvalidParameter`.
 
-    Strings are converted to the parameter's type; lists and objects may be JSON text, because request parameters
-    cannot hold them.
+    Strings are converted to the parameter's type. Lists and objects can be JSON text, because request parameters
+    cannot contain them.
 
     - types: parameter types by name
     - structured_fields: fields of vLLM's structured outputs
@@ -151,14 +151,14 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         try:
             return msgspec.convert(orjson.loads(value), kind, strict=False)
         except (orjson.JSONDecodeError, msgspec.ValidationError):
-            pass  # a text with such a first character, e.g. a stop string
+            pass  # text that starts like JSON, e.g. a stop string
         except TypeError:
             return orjson.loads(value)
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidParameter(name, f"{error}, got {value!r}") from None
-    except TypeError:  # a type that only vLLM can convert to
+    except TypeError:  # a type that only vLLM can create
         return value
 
 
@@ -208,7 +208,7 @@ _UNSUPPORTED_FIELDS = tuple(
 
 
 def to_vllm_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Convert Neso's sampling parameters to vLLM's. Raises `InvalidParameter` for unsupported ones."""
+    """Convert Neso's sampling parameters to vLLM's. Raises `InvalidParameter` for unsupported parameters."""
     _reject_unsupported(params)
     values = {name: getattr(params, name) for name in _SAME_FIELDS}
     for name in _LIST_FIELDS:
@@ -219,7 +219,7 @@ def to_vllm_sampling(params: SamplingParams) -> dict[str, Any]:
         values["logit_bias"] = dict(params.logit_bias)
     if params.shown_special_tokens:
         values["skip_special_tokens"] = (
-            False  # vLLM shows all of them or none; never the one that ends the text
+            False  # vLLM outputs all special tokens or none, and never the token that ends the text
         )
     if params.guided_decoding is not None:
         values["structured_outputs"] = _structured_outputs_of(params.guided_decoding)

@@ -1,4 +1,4 @@
-"""Wrapper around vLLM's engine: life cycle, requests and error conversion."""
+"""Wrapper of vLLM's engine: life cycle, requests and error conversion."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from neso.server.errors import InternalError, InvalidArgument, ServerError, Unav
 
 
 class RequestRejected(InvalidParameter):
-    """A request rejected by vLLM, with its message. `field`: the parameter at fault, as far as it can be told."""
+    """A request rejected by vLLM, with vLLM's message. `field`: the invalid parameter, if it can be determined."""
 
     def __str__(self) -> str:
         return self.message
 
 
 _FIELDS = {"input_tokens": "prompt", "input_text": "prompt", "image": "images"}
-"""vLLM's parameter name -> Neso's, where they differ."""
+"""vLLM's parameter name -> Neso's parameter name, for names that differ."""
 
 
 class VllmEngine:
@@ -71,7 +71,7 @@ class VllmEngine:
         return self._num_requests
 
     async def healthy(self) -> bool:
-        """Result of vLLM's health check."""
+        """Return the result of vLLM's health check."""
         try:
             await self._engine.check_health()
         except Exception:  # vLLM raises various types
@@ -96,13 +96,13 @@ class VllmEngine:
     ) -> AsyncGenerator[Any, None]:
         """Yield vLLM's `RequestOutput`s. Closing the iterator early aborts the request.
 
-        `prompt`: a `TextPrompt` or `TokensPrompt`. Raises `RequestRejected`, `PromptTooLong` if the prompt with its
+        `prompt`: a `TextPrompt` or `TokensPrompt`. Raises `RequestRejected`, `PromptTooLong` if the prompt including
         image tokens is too long, `Unavailable` if the engine has ended or its queue is full, `InternalError`.
         """
         return self._run(self._engine.generate, prompt, params, lora_request=lora, priority=priority)
 
     async def encode(self, prompt: dict[str, Any], params: Any, *, priority: int = 0) -> Any:
-        """Return vLLM's `PoolingRequestOutput`. Cancelling aborts the request. Raises like `generate`."""
+        """Return vLLM's `PoolingRequestOutput`. Cancelling aborts the request. Raises the same errors as `generate`."""
         last = None
         stream = self._run(self._engine.encode, prompt, params, priority=priority)
         async with aclosing(stream) as outputs:
@@ -115,7 +115,7 @@ class VllmEngine:
     async def _run(
         self, submit: Callable[..., Any], prompt: dict[str, Any], params: Any, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """Run one request: count it, abort it if the iterator is closed early, convert its errors."""
+        """Run one request: count it, abort it if the iterator is closed early, and convert errors."""
         name = f"neso-{next(self._names)}"
         self._num_requests += 1
         finished = False
@@ -128,7 +128,7 @@ class VllmEngine:
         except (ServerError, InvalidParameter):
             raise
         except Exception as error:
-            finished = True  # vLLM has released the request
+            finished = True  # vLLM has already released the request
             raise _convert_error(error) from None
         finally:
             self._num_requests -= 1
@@ -169,7 +169,7 @@ class VllmEngine:
 
 
 class _Ended:
-    """Replaces an engine that was shut down, so that it can be garbage collected."""
+    """Placeholder for an engine that was shut down, so that the engine can be garbage collected."""
 
     errored = True
 
@@ -204,7 +204,7 @@ def rejection(error: BaseException) -> RequestRejected:
 
 
 def _image_rejection(error: Exception) -> RequestRejected:
-    """Convert vLLM's exception about a prompt with images. If it names no parameter, the images are at fault."""
+    """Convert vLLM's exception about a prompt with images. If it names no parameter, it is attributed to the images."""
     rejected = rejection(error)
     if getattr(error, "parameter", None) is None and rejected.field in ("prompt", "request"):
         return RequestRejected("images", f"vLLM cannot put the images into the prompt: {rejected.message}")
@@ -212,7 +212,7 @@ def _image_rejection(error: Exception) -> RequestRejected:
 
 
 def _field(error: BaseException, text: str) -> str:
-    """The parameter that an exception names, or that its message starts with; else "prompt" or "request"."""
+    """Return the parameter named by an exception or at the start of its message; otherwise "prompt" or "request"."""
     named = getattr(error, "parameter", None)
     if named is not None:
         return _FIELDS.get(named, str(named))
@@ -223,7 +223,7 @@ def _field(error: BaseException, text: str) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """Message of an exception, or of its cause: the engine wraps internal errors in one without a message."""
+    """Return the message of an exception, or of its cause if the engine wrapped an internal error without message."""
     while not str(error) and error.__cause__ is not None:
         error = error.__cause__
     return str(error) or type(error).__name__

@@ -1,10 +1,10 @@
-"""Access to the vLLM library: the names that the backend uses, and differences between vLLM versions."""
+"""Access to the vLLM library: names used by the backend, and differences between vLLM versions."""
 
 from __future__ import annotations
 
 import os
 
-# Forking a process with threads can hang. Usage statistics need the user's consent.
+# Forking a process with threads can hang. Usage statistics require the user's consent.
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -25,7 +25,7 @@ from neso.server.errors import InvalidArgument
 VERSION: str = vllm.__version__
 
 _GONE = frozenset({"swap_space", "use_v2_block_manager", "num_scheduler_steps", "device", "worker_use_ray"})
-"""Arguments of earlier versions that are still used in repositories, but have no effect."""
+"""Arguments of earlier versions that repositories still contain, but that have no effect."""
 
 Record = Callable[[Any, Any, int], None]
 """Called after each step with vLLM's `SchedulerStats` and `IterationStats` (or None) and the engine's number."""
@@ -34,7 +34,7 @@ Record = Callable[[Any, Any, int], None]
 def engine_arguments(given: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Convert `model.json` to `AsyncEngineArgs`. Also returns the names of arguments without effect.
 
-    Booleans and numbers may be written as strings. Raises `InvalidArgument`.
+    Booleans and numbers can be strings. Raises `InvalidArgument`.
     """
     known = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
     values: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def _typed(name: str, value: Any, default: Any) -> Any:
 
 
 def start_engine(arguments: Any, record: Record | None) -> Any:
-    """Start an `AsyncLLMEngine` and load its model. Blocks, up to minutes. Raises vLLM's exceptions."""
+    """Start an `AsyncLLMEngine` and load its model. Blocks for up to minutes. Raises vLLM's exceptions."""
     loggers = None if record is None else [_stat_logger(record)]
     return AsyncLLMEngine.from_engine_args(arguments, stat_loggers=loggers)
 
@@ -98,18 +98,18 @@ def _stat_logger(record: Record) -> type:
 
 
 async def supported_tasks(engine: Any) -> frozenset[str]:
-    """Tasks that the model supports, such as "generate" and "embed"."""
+    """Return the tasks that the model supports, such as "generate" and "embed"."""
     return frozenset(await engine.get_supported_tasks())
 
 
 async def tokenizer_of(engine: Any) -> Any:
-    """The engine's tokenizer, with the interface of transformers. A coroutine returned it in earlier versions."""
+    """Return the engine's tokenizer (transformers interface). In earlier versions it is returned by a coroutine."""
     found = engine.get_tokenizer()
     return await found if inspect.isawaitable(found) else found
 
 
 async def prepared(engine: Any, prompt: dict[str, Any]) -> Any:
-    """Preprocess a `TextPrompt` or `TokensPrompt` for `generate` and `encode`: tokenize it and process its images.
+    """Preprocess a `TextPrompt` or `TokensPrompt` for `generate` and `encode`: tokenize text and process images.
 
     Does not block the event loop. Raises vLLM's errors about the prompt.
     """
@@ -121,21 +121,21 @@ async def prepared(engine: Any, prompt: dict[str, Any]) -> Any:
 
 
 def about_images(error: BaseException) -> bool:
-    """Whether an error of `prepared` may be about the prompt's images.
+    """Return whether an error of `prepared` can be about the prompt's images.
 
-    Some are assertions, e.g. that the prompt has no image placeholder.
+    Some of these errors are assertions, e.g. if the prompt has no image placeholder.
     """
     return about_request(error) or isinstance(error, (AssertionError, RuntimeError))
 
 
 def num_prompt_tokens(prepared: Any) -> int | None:
-    """Number of tokens of a `prepared` prompt, including image tokens; None if it is not tokenized yet."""
+    """Return the number of tokens of a `prepared` prompt, including image tokens; None if not tokenized yet."""
     ids = prepared.get("prompt_token_ids") if isinstance(prepared, Mapping) else None
     return None if ids is None else len(ids)
 
 
 def default_sampling(model_config: Any) -> SamplingDefaults:
-    """Default sampling parameters, as used by vLLM's server. Blocks. Raises `InvalidArgument`."""
+    """Return the default sampling parameters used by vLLM's server. Blocks. Raises `InvalidArgument`."""
     values = dict(model_config.get_diff_sampling_param())
     values["max_new_tokens"] = values.pop("max_tokens", None)
     source, override = model_config.generation_config, model_config.override_generation_config or {}
@@ -148,7 +148,7 @@ def default_sampling(model_config: Any) -> SamplingDefaults:
 
 
 def sampling_fields() -> dict[str, Any]:
-    """Types of the sampling parameters that clients may set, by name."""
+    """Return the types of the sampling parameters that clients can set, by name."""
     return {
         field.name: field.type
         for field in msgspec.structs.fields(SamplingParams)
@@ -160,7 +160,7 @@ _NOT_FOR_CLIENTS = frozenset({"output_kind", "skip_clone", "output_text_buffer_l
 
 
 def sampling_params(values: Mapping[str, Any], *, stream: bool) -> Any:
-    """Create `SamplingParams`. Outputs are deltas if `stream`, else one final output.
+    """Create `SamplingParams`. Outputs are deltas if `stream` is true, otherwise one final output.
 
     `values["structured_outputs"]`: the fields of vLLM's type. Raises vLLM's errors and `TypeError`.
     """
@@ -176,7 +176,7 @@ def sampling_params(values: Mapping[str, Any], *, stream: bool) -> Any:
 
 
 def _structured_outputs() -> tuple[str, Any]:
-    """Name and type of the parameter for structured outputs; both were different before vLLM 0.11."""
+    """Return name and type of the parameter for structured outputs; both were different before vLLM 0.11."""
     from vllm import sampling_params as module
 
     if hasattr(module, "StructuredOutputsParams"):
@@ -185,7 +185,7 @@ def _structured_outputs() -> tuple[str, Any]:
 
 
 def structured_outputs_fields() -> frozenset[str]:
-    """Fields of vLLM's structured outputs."""
+    """Return the fields of vLLM's structured outputs."""
     return frozenset(
         field.name for field in dataclasses.fields(_structured_outputs()[1]) if not field.name.startswith("_")
     )
@@ -206,20 +206,20 @@ def lora_request(name: str, number: int, path: str) -> Any:
 
 
 def about_request(error: BaseException) -> bool:
-    """Whether an error of `generate` or `encode` is the client's fault."""
+    """Return whether an error of `generate` or `encode` is caused by the client's request."""
     kind = getattr(_exceptions(), "VLLMClientError", None)
     return isinstance(error, (ValueError, TypeError) if kind is None else (kind, ValueError, TypeError))
 
 
 def about_dead_engine(error: BaseException) -> bool:
-    """Whether an error means that the engine has ended."""
+    """Return whether an error means that the engine has ended."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
 
 
 def about_full_queue(error: BaseException) -> bool:
-    """Whether an error means that the engine's queue is full (e.g. by `max_num_queued_reqs`)."""
+    """Return whether an error means that the engine's queue is full (e.g. because of `max_num_queued_reqs`)."""
     kind = getattr(_exceptions(), "GracefulHTTPError", None)
     return kind is not None and isinstance(error, kind)
 

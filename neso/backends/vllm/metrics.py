@@ -1,4 +1,4 @@
-"""Metrics of vLLM engines, from the statistics of their steps."""
+"""Metrics of vLLM engines, from their step statistics."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from neso.server.metrics.registry import Family, MetricsRegistry
 
 
 class VllmMetrics:
-    """Created before the engine, which calls `record`. `close` removes the gauges; counters stay.
+    """Metrics of a vLLM engine. Created before the engine, which calls `record`. `close` removes gauges, not counters.
 
-    `num_requests` returns the number of requests in flight. vLLM reports no step after the last request is aborted, so
-    its last statistics are ignored when there are none.
+    `num_requests` returns the number of requests in flight. vLLM reports no step after the last request was aborted;
+    therefore the last statistics are ignored if no requests are in flight.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class VllmMetrics:
         return sum(getattr(stats, field, 0) for stats in self._schedulers.values() for field in fields)
 
     def _cache_usage(self) -> float:
-        """Maximum over the engines."""
+        """Return the maximum KV-cache usage of the engines."""
         if not self._num_requests():
             return 0.0
         return max((float(stats.kv_cache_usage) for stats in self._schedulers.values()), default=0.0)
@@ -103,5 +103,5 @@ class VllmMetrics:
 def _reason(reason: Any) -> FinishReason:
     try:
         return FinishReason(str(reason))
-    except ValueError:  # vLLM has further reasons
+    except ValueError:  # vLLM has additional finish reasons
         return FinishReason.STOP

@@ -1,4 +1,4 @@
-"""Files in the version folder (`model.json`, `multi_lora.json`), and the registry of LoRA adapters."""
+"""Files in the version folder (`model.json`, `multi_lora.json`), and the LoRA adapter registry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from neso.models import SHIPPED_MODELS
 from neso.server.errors import InvalidArgument
 
 _PATHS = ("model", "tokenizer", "speculative_model")
-"""Arguments that name a checkpoint: a Hugging Face name, or a path that may be relative to the version folder."""
+"""Arguments that name a checkpoint: a Hugging Face name, or a path that can be relative to the version folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def _found(directory: Path, name: str) -> str:
 
 
 class UnknownAdapter(ValueError):
-    """There is no adapter with this name. The message is that of Triton's backend."""
+    """There is no adapter with this name. The message is the same as in Triton's backend."""
 
 
 class Adapters:
@@ -90,7 +90,7 @@ class Adapters:
         return found
 
     def put(self, name: str, path: str) -> Any:
-        """Add or replace an adapter. Requests in flight keep the old one."""
+        """Add or replace an adapter. Requests in flight keep using the old adapter."""
         lora = self._make(name, self._next, path)
         self._next += 1
         self._loras[name] = lora

@@ -1,4 +1,4 @@
-"""Ends vLLM's engine processes if the server is killed. They would otherwise keep running, with all their memory."""
+"""Ends vLLM's engine processes if the server is killed. Otherwise they would keep running and hold their memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-# Reads stdin until the server dismisses it, or dies (empty input). Uses pidfds where available, because a pid may have
-# been reused by then.
+# Reads stdin until the server dismisses the program or dies (empty input). Uses pidfds if available, because pids can
+# be reused.
 _PROGRAM = """
 import os, signal, sys, time
 
@@ -35,7 +35,7 @@ class OrphanReaper:
     """A child process that waits for the end of this process, then terminates the processes `pids`."""
 
     def __init__(self, pids: Iterable[int]) -> None:
-        # In a session of its own, so that Ctrl-C in a terminal does not end it before the server.
+        # In a new session, so that Ctrl-C in a terminal does not end it before the server.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _PROGRAM, *map(str, pids)],
             stdin=subprocess.PIPE,
@@ -43,7 +43,7 @@ class OrphanReaper:
         )
 
     def dismiss(self) -> None:
-        """End the child process without terminating the others."""
+        """End the child process without terminating the processes `pids`."""
         try:
             self._process.communicate(b"dismiss", timeout=5)
         except (subprocess.TimeoutExpired, BrokenPipeError):

@@ -1,4 +1,4 @@
-"""Tensors of the vLLM backend, with the names and shapes of Triton's: signature, requests and responses."""
+"""Tensors of the vLLM backend, with the names and shapes of Triton's backend: signature, requests and responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REQUESTABLE_OUTPUTS = (
     "num_input_tokens",
     "num_output_tokens",
 )
-"""Outputs that are requested by an input `return_<name>`."""
+"""Outputs requested with an input `return_<name>`."""
 
 INPUTS = (
     TensorField("text_input", "TYPE_STRING"),
@@ -50,7 +50,7 @@ OUTPUTS = (
     TensorField("num_input_tokens", "TYPE_UINT32"),
     TensorField("num_output_tokens", "TYPE_UINT32", (-1,)),
 )
-"""A dimension -1 has one element per sequence."""
+"""Dimension -1 has one element per sequence."""
 
 
 def complete_config(config: Any) -> None:
@@ -69,7 +69,7 @@ class TextRequest:
     """A text-generation request.
 
     - prepend_prompt: text_output starts with the prompt
-    - wanted: requested outputs other than text_output
+    - wanted: names of requested outputs other than text_output
     - values: sampling parameters as sent by the client
     """
 
@@ -135,7 +135,7 @@ def _read_embedding_request(request: InferenceRequest, wanted: frozenset[str]) -
 
 
 def _sampling_values(request: InferenceRequest) -> dict[str, Any]:
-    """The tensor `sampling_parameters` (a JSON object) if present, else the request's parameters."""
+    """Return the tensor `sampling_parameters` (a JSON object) if present, otherwise the request's parameters."""
     if "sampling_parameters" in request.inputs:
         return json_input(request, "sampling_parameters")
     return dict(request.parameters)
@@ -158,7 +158,7 @@ class ResponseTensors:
         self._cumulative = [0.0] * n
 
     def of(self, output: Any) -> list[Tensor]:
-        """Tensors of a `RequestOutput`: `text_output` and the requested outputs."""
+        """Return the tensors of a `RequestOutput`: `text_output` and the requested outputs."""
         wanted, n = self._request.wanted, self._n
         new = {completion.index: completion for completion in output.outputs}
         prefix = self._request.prompt if self._request.prepend_prompt else ""
@@ -188,7 +188,7 @@ class ResponseTensors:
 
 
 def embedding_tensors(values: Sequence[float], num_tokens: int, wanted: frozenset[str]) -> list[Tensor]:
-    """Response tensors of an embedding: JSON text in `text_output`."""
+    """Return the response tensors of an embedding: JSON text in `text_output`."""
     tensors = [Tensor.from_strings("text_output", [orjson.dumps(list(values)).decode()])]
     if "num_input_tokens" in wanted:
         tensors.append(_counts("num_input_tokens", [num_tokens]))
@@ -202,7 +202,7 @@ def _counts(name: str, counts: list[int]) -> Tensor:
 
 
 def _as_json(logprobs: Sequence[Mapping[int, Any]] | None) -> str:
-    """JSON array with an object per position: token id -> logprob, rank and text, for the sampled and top tokens."""
+    """Return a JSON array with one object per position: token id -> logprob, rank and text; sampled and top tokens."""
     if logprobs is None:
         return "null"
     positions = [

@@ -57,7 +57,7 @@ class VllmLanguageModel:
         return self._engine.max_model_len
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
-        """See `LanguageModel.generate`; raises `ServerError` when the engine fails."""
+        """See `LanguageModel.generate`. Raises `ServerError` if the engine fails."""
         reject_unsupported_inputs(request)
         params = self._engine.sampling_params(to_vllm_sampling(request.sampling), stream=True)
         lora = self._adapter(request.lora)
@@ -182,19 +182,19 @@ class VllmPoolingModel:
 
 
 def _pooling_kind(pooler: Any) -> PoolingKind:
-    """The model's pooling type. The field had another name in earlier versions of vLLM."""
+    """Return the model's pooling type. The field had a different name in earlier versions of vLLM."""
     named = getattr(pooler, "seq_pooling_type", None) or getattr(pooler, "pooling_type", None)
     kinds: dict[str, PoolingKind] = {"MEAN": "mean", "CLS": "cls"}
     return kinds.get(str(named).upper(), "last")
 
 
 def vector_of(output: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The vector of a `PoolingRequestOutput`: float32[D]."""
+    """Return the vector of a `PoolingRequestOutput`: float32[D]."""
     return np.asarray(output.outputs.data.float().cpu().numpy(), np.float32).reshape(-1)
 
 
 def text_tools(model: str, revision: str | None, tokenizer: Any) -> TokenizerLike:
-    """Neso's tokenizer of a checkpoint if it can be loaded; else a wrapper of vLLM's `tokenizer`. Blocks."""
+    """Return Neso's tokenizer of a checkpoint, or a wrapper of vLLM's `tokenizer` if it cannot be loaded. Blocks."""
     try:
         return Tokenizer.from_model(resolve_model(model, revision))
     except (TokenizerError, CheckpointError, ModelNotFound):

@@ -258,7 +258,7 @@ class Model:
         raise_on_error: bool = True,
         **fields: Any,
     ) -> AsyncResponseIterator[InferenceResponse]:
-        """`infer` for the running event loop."""
+        """Like `infer`, for the running event loop."""
         request = inference_request or self.create_request(**fields)
         responses = AsyncResponseIterator(
             request.to_response, raise_on_error=raise_on_error, flag_only=True, copies=request.response_queue
@@ -267,30 +267,30 @@ class Model:
         return responses
 
     def ready(self) -> bool:
-        """Whether the model accepts requests."""
+        """Return whether the model accepts requests."""
         return self.neso.ready()
 
     def metadata(self) -> dict[str, Any]:
-        """Name, versions, platform, inputs and outputs, in the form of KServe's model metadata."""
+        """Return name, versions, platform, inputs and outputs in the form of KServe's model metadata."""
         metadata = asdict(self.neso.metadata())
         for tensor in (*metadata["inputs"], *metadata["outputs"]):
             tensor["shape"] = list(tensor["shape"])
         return metadata
 
     def config(self, config_version: int = 1) -> dict[str, Any]:
-        """The completed configuration, with the field names of config.pbtxt."""
+        """Return the completed configuration, with the field names of config.pbtxt."""
         return self.neso.config()
 
     def statistics(self) -> dict[str, Any]:
-        """Counters and durations, in the form of the statistics extension."""
+        """Return counters and durations in the form of the statistics extension."""
         return {"model_stats": [self.neso.statistics()]}
 
     def batch_properties(self) -> ModelBatchFlag:
-        """Whether the first dimension is a batch dimension."""
+        """Return whether the first dimension is a batch dimension."""
         batches = self.config().get("max_batch_size", 0) > 0
         return ModelBatchFlag.FIRST_DIM if batches else ModelBatchFlag.UNKNOWN
 
     def transaction_properties(self) -> ModelTxnPropertyFlag:
-        """Whether a request gets exactly one response, or any number of responses."""
+        """Return whether a request gets exactly one response, or any number of responses."""
         decoupled = self.config().get("model_transaction_policy", {}).get("decoupled", False)
         return ModelTxnPropertyFlag.DECOUPLED if decoupled else ModelTxnPropertyFlag.ONE_TO_ONE

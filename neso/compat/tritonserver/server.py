@@ -186,20 +186,20 @@ class Server:
             self.stop()
 
     def live(self) -> bool:
-        """Whether the server is running."""
+        """Return whether the server is running."""
         return self.neso.live()
 
     def ready(self) -> bool:
-        """Whether the server and, with `strict_readiness`, its models are ready."""
+        """Return whether the server and, with `strict_readiness`, its models are ready."""
         return self.neso.ready()
 
     def metadata(self) -> dict[str, Any]:
-        """Name, version and extensions."""
+        """Return name, version and extensions."""
         found = asdict(self.neso.metadata())
         return {**found, "extensions": list(found["extensions"])}
 
     def metrics(self, metric_format: MetricFormat = MetricFormat.PROMETHEUS) -> str:
-        """All metrics in Prometheus text format."""
+        """Return all metrics in Prometheus text format."""
         return self.neso.metrics()
 
     def model(self, model_name: str, model_version: int = -1) -> Model:

@@ -95,7 +95,7 @@ class EmbeddingInputs(Addon):
                 sequence.addons[self].load(sequence.num_computed_tokens, scheduled.end)
             except Exception as error:
                 logger.error("the images of request '%s' failed", sequence.request.request_id, exc_info=error)
-                failures.append((sequence, RequestError(f"its images failed: {error}")))
+                failures.append((sequence, RequestError(f"processing its images failed: {error}")))
         return failures
 
     def extend(self, step: Step) -> None:

@@ -30,7 +30,10 @@ class BeamGroup:
     search: BeamSearch
 
     def num_ready_tokens(self, sequence: Sequence) -> int:
-        """All but the last token, until the last token is the only one left for every member."""
+        """Return the number of tokens that a step may compute now.
+
+        All but the last token, until the last token is the only one left for every member.
+        """
         if all(member.num_uncomputed_tokens == 1 for member in self.members):
             return 1
         return sequence.num_uncomputed_tokens - (len(self.members) > 1)

@@ -73,10 +73,10 @@ class Hypotheses:
         del self.best[self.params.beam_width :]
 
     def is_done(self, best_live: float, length: int) -> bool:
-        """Whether no better hypothesis is expected. The best live beam has `length` tokens and log probability
-        `best_live`.
+        """Whether no better hypothesis is expected.
 
-        Unless early_stopping is "never", a beam is expected to end with its current score.
+        The best live beam has `length` tokens and log probability `best_live`. Unless early_stopping is "never", a beam
+        is expected to end with its current score.
         """
         if not self.full:
             return False
@@ -127,7 +127,7 @@ class BeamScores:
         return cls(values, highest, log_mass, np.array(sums, np.float32))
 
     def __call__(self, values: FloatRows, beams: Indices) -> FloatRows:
-        """Scores of values float32[n, ...] of beams[n]."""
+        """Return the scores of values float32[n, ...] of beams[n]."""
         scores: FloatRows = (values - self.highest[beams, None]) - self.log_mass[beams, None]
         scores += self.sums[beams, None]
         return scores

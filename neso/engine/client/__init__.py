@@ -1,1 +1,1 @@
-"""Engine clients: `LLM` in the process of the caller, `AsyncEngine` over a channel to an engine process."""
+"""Engine clients: `LLM` for an engine in the calling process, `AsyncEngine` for an engine process behind a channel."""

@@ -1,4 +1,4 @@
-"""Asynchronous engine client of the server: a `LanguageModel` over a channel to an engine process."""
+"""Asynchronous engine client for the server: a `LanguageModel` connected to an engine process by a channel."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ from neso.generation import (
 )
 
 LARGE_INPUT = 8192
-"""Characters or tokens from which an input is processed in a thread: it takes milliseconds."""
+"""Number of characters or tokens above which an input is processed in a thread, because it takes milliseconds."""
 
 
 class AsyncEngine(EngineClient):
-    """A `LanguageModel` and `PoolingModel` over a channel to an engine. Made by `start`; belongs to its event loop."""
+    """A `LanguageModel` and `PoolingModel` connected to an engine by a channel.
+
+    Created by `start`; bound to its event loop.
+    """
 
     def __init__(
         self,
@@ -61,14 +64,14 @@ class AsyncEngine(EngineClient):
         """Start an engine and wait until its model is loaded. Raises `EngineError` if it cannot be loaded."""
         channel = open_channel(config, in_process=in_process)
         try:
-            # In parallel with the weights, which the engine process loads.
+            # Load the tokenizer while the engine process loads the weights.
             tokenizer = await asyncio.to_thread(load_engine_tokenizer, config)
             event = await channel.receive_first()
             if not isinstance(event, EngineInfo):
                 raise EngineError(event.message if isinstance(event, LoadFailed) else f"unexpected {event}")
             images = open_image_prompt(config.model, event.vision)
         except BaseException as error:
-            # No time for a clean end: an engine that is still loading does not read its commands.
+            # Kill the engine without a grace period: an engine that is still loading does not read commands.
             await channel.close(timeout=0)
             if isinstance(error, TokenizerError):
                 raise EngineError(str(error)) from None
@@ -89,7 +92,7 @@ class AsyncEngine(EngineClient):
 
     @property
     def alive(self) -> bool:
-        """Whether the engine runs."""
+        """Whether the engine is running."""
         return not self._channel.dead.done()
 
     def on_dead(self, callback: Callable[[str], None]) -> None:
@@ -104,7 +107,7 @@ class AsyncEngine(EngineClient):
         """Tokenize and check a request. Thread-safe; see `is_slow`. Raises `InvalidParameter`."""
         lora = request.lora if isinstance(request, GenerationRequest) else None
         if lora is not None and lora.path is not None and not self.info.lora.allow_runtime_lora:
-            # A path makes the engine read the disk of the server.
+            # A path would make the engine read files of the server.
             raise InvalidParameter(
                 "lora_path", "this engine loads no adapters for clients (allow_runtime_lora)"
             )
@@ -165,11 +168,11 @@ class AsyncEngine(EngineClient):
         return result.stats
 
     async def load_lora(self, lora: LoraRequest) -> None:
-        """Load an adapter; one of the same name serves until it is ready. Raises `EngineError`."""
+        """Load an adapter; the current one of the same name serves until it is loaded. Raises `EngineError`."""
         await self._change_lora(lora)
 
     async def unload_lora(self, name: str) -> None:
-        """Unload an adapter; requests in flight finish with it. Raises `EngineError` if there is none."""
+        """Unload an adapter; requests in flight finish with it. Raises `EngineError` if it does not exist."""
         await self._change_lora(name)
 
     async def _change_lora(self, change: LoraRequest | str) -> None:
@@ -192,7 +195,7 @@ class AsyncEngine(EngineClient):
             raise EngineDead(self._channel.dead.result())
 
     async def stop(self, timeout: float = 5.0) -> None:
-        """End the engine; requests in flight fail with `EngineDead`."""
+        """Stop the engine; requests in flight fail with `EngineDead`."""
         self._on_dead.clear()
         self._reader.cancel()
         await self._channel.close(timeout)
@@ -216,7 +219,7 @@ class AsyncEngine(EngineClient):
         super().handle(event)
 
     def _fail(self, reason: str) -> None:
-        """Fail everything in flight after the end of the engine."""
+        """Fail all requests in flight after the engine has ended."""
         self._reader.cancel()
         self.fail_all(EngineDead(reason))
         if self._integrity is not None:

@@ -46,7 +46,7 @@ Deliver = Callable[[Output | Exception], object]
 
 
 def load_engine_tokenizer(config: EngineConfig) -> EngineTokenizer:
-    """The tokenizer that the options select. Raises `TokenizerError`."""
+    """Load the tokenizer selected by the options. Raises `TokenizerError`."""
     return NO_TOKENIZER if config.skip_tokenizer_init else Tokenizer.from_model(Path(config.tokenizer_path))
 
 
@@ -75,7 +75,7 @@ class EngineClient:
 
     @property
     def num_requests(self) -> int:
-        """Requests in flight."""
+        """Number of requests in flight."""
         return len(self._requests)
 
     def process(self, request: GenerationRequest | PoolingRequest) -> RequestState | PooledState:
@@ -107,11 +107,14 @@ class EngineClient:
             self._send(Abort(request_id))
 
     def list_loras(self) -> dict[str, str | None]:
-        """Names of the loaded adapters, with the path of those that were loaded from one."""
+        """Return the names of the loaded adapters, each with the path it was loaded from, if any."""
         return dict(self._loras)
 
     def change_lora(self, change: LoraRequest | str, done: Callable[[str], object]) -> int:
-        """Load an adapter, or unload one by name; `done` is called with "" or an error message. Returns its number."""
+        """Load an adapter, or unload one by name; `done` is called with "" or an error message.
+
+        Returns the change's number.
+        """
         number = next(self._ids)
         self._lora_changes[number] = done
         try:

@@ -1,4 +1,4 @@
-"""Conversion of client requests to requests for the engine core: tokenization and checks."""
+"""Converts client requests to engine-core requests: tokenization and checks."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class InputProcessor:
         self._eos_token_ids = [token for token in tokenizer.eos_token_ids if 0 <= token < info.vocab_size]
 
     def process(self, request: GenerationRequest) -> EngineRequest:
-        """Raises `InvalidParameter` if the model does not support the request.
+        """Tokenize and check a generation request. Raises `InvalidParameter` if the model does not support it.
 
-        `max_tokens` is limited to the model's length; such a sequence ends with the finish reason "length".
+        `max_tokens` is limited by the model length; a sequence that reaches this limit has the finish reason "length".
         """
         info, params = self._info, request.sampling
         if not info.generates:
@@ -92,7 +92,7 @@ class InputProcessor:
         )
 
     def process_pooling(self, request: PoolingRequest) -> EngineRequest:
-        """Raises `InvalidParameter` if the model does not support the request."""
+        """Tokenize and check a pooling request. Raises `InvalidParameter` if the model does not support it."""
         params = self._pooling_params(request)
         token_ids, token_types = self._pooling_tokens(request)
         return EngineRequest(
@@ -102,13 +102,13 @@ class InputProcessor:
             max_tokens=1,
             priority=request.priority,
             pooling=params,
-            # The identity of generation without a salt, so that both share cached prefixes.
+            # The identity of generation requests without a salt, so that both share cached prefixes.
             cache_identity=("",),
             token_type_ids=token_types if any(token_types) else [],
         )
 
     def _prompt(self, request: GenerationRequest) -> tuple[list[int], InputEmbeddings | None]:
-        """Token ids, and the embeddings that replace some of them."""
+        """Return the token ids, and the embeddings that replace some of them."""
         embeddings = None
         if request.prompt_embeds is not None:
             ids, embeddings = embeddings_as_prompt(request, self._info)
@@ -137,12 +137,15 @@ class InputProcessor:
             if request.images:
                 raise InvalidParameter("images", "cannot be given beside other vectors")
             return ids, []
-        # Before the images are decoded.
+        # Check the length before the images are decoded.
         check_prompt_length(self._images.expanded_length(ids), self._max_model_len)
         return self._images.place(request, ids)
 
     def _bad_word_sequences(self, params: SamplingParams) -> list[tuple[int, ...]]:
-        """Token sequences of the bad words; texts as encoded at the start of a line and after a space."""
+        """Return the token sequences of the bad words.
+
+        Texts are encoded both at the start of a line and after a space.
+        """
         given = [word for word in params.bad_words if not isinstance(word, str)]
         words = [word.lstrip() for word in params.bad_words if isinstance(word, str)]
         texts = [form for word in words for form in (word, " " + word)]
@@ -162,19 +165,19 @@ class InputProcessor:
     def _pooling_params(self, request: PoolingRequest) -> PoolingParams:
         params, pooling = request.params, self._info.pooling
         if pooling is None:
-            raise InvalidParameter("task", f"the runner of this model ({self._info.runner}) gives no vectors")
+            raise InvalidParameter("task", f"runner {self._info.runner} does not support embeddings")
         if params.task not in pooling.tasks:
             raise InvalidParameter("task", f"this model has no classifier: it cannot {params.task}")
         if params.dimensions is not None and params.dimensions > pooling.dimensions:
             raise InvalidParameter(
                 "dimensions", f"is {params.dimensions}, embeddings of this model have {pooling.dimensions}"
             )
-        # The core decides by the kind of pooling which logits it needs: resolve the default here.
+        # The core uses the pooling kind to decide which logits it needs, so the default is resolved here.
         return msgspec.structs.replace(params, pooling=params.pooling or pooling.kind)
 
     def _pooling_tokens(self, request: PoolingRequest) -> tuple[list[int], list[int]]:
-        """Token ids and token types."""
-        # The KV cache of a decoder needs room for one more token than is pooled.
+        """Return token ids and token types."""
+        # The KV cache of a decoder needs room for one token more than are pooled.
         max_tokens = self._max_model_len - 1 if self._info.num_blocks else self._max_model_len
         limit = request.truncate_prompt_tokens
         if limit == -1:

@@ -1,4 +1,4 @@
-"""`neso.LLM`: offline inference with an engine in the process of the caller."""
+"""`neso.LLM`: offline inference with an engine in the calling process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PoolingPrompt = str | list[int] | tuple[str, str]
 """Text, token ids that are used unchanged, or a pair of texts."""
 
 Lora = str | LoraRequest | None
-"""A LoRA adapter by name, or a request with its source."""
+"""A LoRA adapter by name, or a `LoraRequest` with its source."""
 
 _PROMPT_FIELDS = (
     *("prompt", "prompt_embeds", "prompt_embedding_table", "prompt_vocab_size", "images"),
@@ -78,11 +78,11 @@ class LLM:
         progress: bool = True,
         drafts: Sequence[DraftTokens | None] | None = None,
     ) -> list[GenerationOutput]:
-        """Continue all prompts, batched together; returns the outputs in the order of the prompts.
+        """Generate completions for all prompts in one batch; returns the outputs in the order of the prompts.
 
-        `sampling`: one for all or one each; None: see `get_default_sampling_params`. `lora`: the same, with names of
-        adapters or `LoraRequest`. `drafts`: draft tokens for each prompt. Raises `InvalidParameter` before any prompt
-        runs, except for invalid grammars and adapters, which are found when they are compiled or loaded.
+        `sampling`: one for all prompts or one per prompt; None: see `get_default_sampling_params`. `lora`: likewise,
+        names of adapters or `LoraRequest`. `drafts`: draft tokens for each prompt. Raises `InvalidParameter` before any
+        prompt runs, except for invalid grammars and adapters, which are detected when they are compiled or loaded.
         """
         batch = _as_batch(prompts)
         requests = self._requests_for(batch, sampling, lora)
@@ -102,7 +102,10 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, lora: Lora = None
     ) -> Iterator[GenerationOutput]:
-        """Continue one prompt and yield the output of every step. Closing the iterator aborts."""
+        """Generate a completion for one prompt and yield the output of every step.
+
+        Closing the iterator aborts the request.
+        """
         states = self._process(self._requests_for([prompt], sampling, lora))
         yield from cast(Iterator[GenerationOutput], self._run(states))
 
@@ -114,9 +117,10 @@ class LLM:
         lora: Lora = None,
         **template: Any,
     ) -> GenerationOutput:
-        """Answer a conversation, with the model's chat template; `template` are its variables.
+        """Generate the next message of a conversation with the model's chat template.
 
-        Images are content parts of type "image_url" (with a data: URL) or "image" (with an image as in a request).
+        `template` are template variables. Images are content parts of type "image_url" (with a data: URL) or "image"
+        (with an image as in a request).
         """
         messages, images = split_images(messages)
         prompt = self.tokenizer.apply_chat_template(messages, **template)
@@ -125,28 +129,28 @@ class LLM:
         return replace(result, prompt=ids)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling parameters of prompts without any, from the checkpoint's generation_config.json."""
+        """Return the default sampling parameters, from the checkpoint's generation_config.json."""
         return self.info.default_sampling.params()
 
     def load_lora(self, name: str, path: str | Path) -> None:
-        """Load an adapter, replacing one of the same name; needs the option `enable_lora`.
+        """Load an adapter, replacing one of the same name. Requires the option `enable_lora`.
 
         Raises `EngineError` if it cannot be loaded.
         """
         self._change_lora(LoraRequest(name=name, path=str(path)))
 
     def unload_lora(self, name: str) -> None:
-        """Unload an adapter; requests in flight finish with it. Raises `EngineError` if there is none."""
+        """Unload an adapter; requests in flight finish with it. Raises `EngineError` if it does not exist."""
         self._change_lora(name)
 
     def list_loras(self) -> dict[str, str | None]:
-        """Names of the loaded adapters, with the path of those that were loaded from one."""
+        """Return the names of the loaded adapters, each with the path it was loaded from, if any."""
         return self._client.list_loras()
 
     def embed(
         self, prompts: PoolingPrompt | Sequence[PoolingPrompt], params: PoolingParams | None = None
     ) -> npt.NDArray[np.float32]:
-        """Embeddings of the prompts, float32[N, dimensions]; pairs of texts are tuples.
+        """Return the embeddings of the prompts, float32[N, dimensions]; pairs of texts are tuples.
 
         Raises `InvalidParameter` before any prompt runs.
         """
@@ -156,17 +160,18 @@ class LLM:
     def score(
         self, query: str | Sequence[str], documents: str | Sequence[str], *, truncate: bool = True
     ) -> npt.NDArray[np.float32]:
-        """Relevance of each document to the query, or to its own query: float32[N].
+        """Return the relevance of each document to the query, or to its own query: float32[N].
 
-        Scores are from the model's classifier if it has one output (cross-encoder), else the cosine similarity of
-        embeddings. Pairs that are too long are truncated, unless `truncate` is False. Raises `InvalidParameter`.
+        Scores are computed by the model's classifier if it has one output (cross-encoder), otherwise as the cosine
+        similarity of embeddings. Pairs that are too long are truncated, unless `truncate` is False. Raises
+        `InvalidParameter`.
         """
         scoring = Scoring.of(self.info.pooling, query, documents)
         limit = -1 if truncate else None
         return scoring.scores(self.pool(scoring.prompts, scoring.params, truncate_prompt_tokens=limit))
 
     def classify(self, prompts: PoolingPrompt | Sequence[PoolingPrompt]) -> npt.NDArray[np.float32]:
-        """Class probabilities, float32[N, labels]; `info.pooling.labels` has the names."""
+        """Return class probabilities, float32[N, labels]; `info.pooling.labels` has the label names."""
         pooled = self.pool(_as_pooling_batch(prompts), PoolingParams(task="classify"))
         return np.stack([output.values for output in pooled])
 
@@ -177,13 +182,13 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
     ) -> list[PooledOutput]:
-        """Pooled vectors of the prompts, in their order. Raises `InvalidParameter`, `EngineError`."""
+        """Return the pooled vectors of the prompts, in their order. Raises `InvalidParameter`, `EngineError`."""
         params = params or PoolingParams()
         states = self._process(
             PoolingRequest(prompt, params, truncate_prompt_tokens=truncate_prompt_tokens)
             for prompt in prompts
         )
-        # Results come in the order of the engine's steps.
+        # Results arrive in the order of the engine's steps.
         pooled = {output.request_id: cast(PooledOutput, output) for output in self._run(states)}
         return [pooled[state.request.request_id] for state in states]
 
@@ -249,7 +254,7 @@ class LLM:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One or several prompts as a list."""
+    """Return one or several prompts as a list."""
     if isinstance(prompts, (str, Mapping)) or (isinstance(prompts, np.ndarray) and prompts.ndim == 2):
         return [prompts]
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
@@ -258,7 +263,7 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _as_pooling_batch(prompts: PoolingPrompt | Sequence[PoolingPrompt]) -> list[PoolingPrompt]:
-    """One or several prompts as a list; a tuple of two texts is one prompt, a pair."""
+    """Return one or several prompts as a list; a tuple of two texts is one prompt, a pair."""
     if isinstance(prompts, str) or (isinstance(prompts, tuple) and len(prompts) == 2):
         return [cast(PoolingPrompt, prompts)]
     if prompts and isinstance(prompts[0], int):
@@ -267,7 +272,7 @@ def _as_pooling_batch(prompts: PoolingPrompt | Sequence[PoolingPrompt]) -> list[
 
 
 def _request_for(prompt: Prompt, sampling: SamplingParams, lora: LoraRequest | None) -> GenerationRequest:
-    """Raises `InvalidParameter` for a mapping with an unknown field."""
+    """Create a request. Raises `InvalidParameter` for a mapping with an unknown field."""
     if isinstance(prompt, np.ndarray):
         return GenerationRequest([], sampling, lora=lora, prompt_embeds=prompt)
     if not isinstance(prompt, Mapping):
@@ -288,7 +293,7 @@ def _request_for(prompt: Prompt, sampling: SamplingParams, lora: LoraRequest | N
 
 @contextmanager
 def _progress_bar(num_prompts: int, *, shown: bool) -> Iterator[Callable[[int, bool], None]]:
-    """A progress bar with the output rate; yields `advance(num_tokens, finished)`."""
+    """Show a progress bar with the output rate; yields `advance(num_tokens, finished)`."""
     if not shown:
         yield lambda tokens, finished: None
         return

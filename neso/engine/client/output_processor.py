@@ -1,4 +1,4 @@
-"""Conversion of the engine core's outputs to client outputs: detokenization, stop strings, log probabilities."""
+"""Converts engine-core outputs to client outputs: detokenization, stop strings, log probabilities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from neso.generation import (
 from neso.generation.output import FloatRows
 
 _PROMPT_CONTEXT = 8
-"""Tokens at the end of the prompt that determine whether the output keeps the space before its first word."""
+"""Number of prompt tokens at the end that determine whether the output keeps the space before its first word."""
 
 
 def _check_error(output: SequenceOutput) -> None:
@@ -48,8 +48,8 @@ class _SequenceState:
 class RequestState:
     """Output state of a generation request in flight.
 
-    `stopped`: indices of sequences that a stop string ended in the last `process`, while the core still runs them: the
-    caller aborts them.
+    `stopped`: indices of sequences that were ended by a stop string in the last `process` call. The core still runs
+    them; the caller must abort them.
     """
 
     request: EngineRequest
@@ -152,7 +152,7 @@ class RequestState:
         return _rows(rows, len(self.request.prompt_token_ids))
 
     def _delta(self, output: SequenceOutput) -> Completion:
-        """The tokens of one step as text, up to a stop string."""
+        """Return the tokens of one step as text, up to a stop string."""
         state = self._sequences[output.index]
         finish_reason, token_ids = output.finish_reason, output.token_ids
         num_held = 0 if state.stop_words is None else state.stop_words.num_held
@@ -189,7 +189,7 @@ class RequestState:
     def _visible_tokens(
         self, state: _SequenceState, output: SequenceOutput
     ) -> tuple[list[int], str | int | None]:
-        """Tokens without stop tokens and stop words, and the stop token or word that ended the sequence."""
+        """Return the tokens without stop tokens and stop words, and the stop token or word that ended the sequence."""
         params = self.request.sampling
         stop_reason: str | int | None = None
         token_ids = output.token_ids
@@ -218,14 +218,14 @@ class RequestState:
 
 
 def _best(deltas: list[list[Completion]], n: int) -> list[Completion]:
-    """The n sequences with the highest mean log probability, the best first, as in OpenAI's `best_of`."""
+    """Return the n sequences with the highest mean log probability, best first, as in OpenAI's `best_of`."""
     completions = [Completion.joined(parts) for parts in deltas]
     completions.sort(key=lambda c: (c.cumulative_logprob or 0.0) / max(1, len(c.token_ids)), reverse=True)
     return [replace(completion, index=index) for index, completion in enumerate(completions[:n])]
 
 
 def _rows(values: bytes, count: int) -> FloatRows:
-    """float32[count, vocab_size]."""
+    """Decode float32[count, vocab_size]."""
     return np.frombuffer(values, np.float32).reshape(count, -1)
 
 

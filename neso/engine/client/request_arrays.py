@@ -1,4 +1,4 @@
-"""Draft tokens and prompt embeddings of a request: checks and conversion for the engine core."""
+"""Checks and converts draft tokens and prompt embeddings of a request for the engine core."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from neso.engine.sampling.limits import check_tokens
 from neso.generation import GenerationRequest, InvalidParameter
 
 MAX_DRAFT_TOKENS = 128
-"""Draft tokens of one request: each costs a row of logits, and the first rejected one ends the draft."""
+"""Maximum number of draft tokens of a request. Each costs a row of logits, and the first rejected one ends the
+draft.
+"""
 
 
 def checked_draft(request: GenerationRequest, vocab_size: int) -> RequestDraft | None:
-    """The request's draft tokens for the engine core. Raises `InvalidParameter`."""
+    """Return the request's draft tokens for the engine core. Raises `InvalidParameter`."""
     draft = request.draft
     if draft is None:
         return None
@@ -47,7 +49,7 @@ def checked_draft(request: GenerationRequest, vocab_size: int) -> RequestDraft |
 
 
 def embeddings_as_prompt(request: GenerationRequest, info: EngineInfo) -> tuple[list[int], InputEmbeddings]:
-    """Placeholder tokens and rows for `prompt_embeds`. Raises `InvalidParameter`."""
+    """Return placeholder tokens and rows for `prompt_embeds`. Raises `InvalidParameter`."""
     if request.prompt:
         raise InvalidParameter("prompt_embeds", "is a whole prompt: 'prompt' must be empty beside it")
     if request.prompt_embedding_table is not None:
@@ -60,7 +62,7 @@ def embeddings_as_prompt(request: GenerationRequest, info: EngineInfo) -> tuple[
 def insert_virtual_tokens(
     request: GenerationRequest, token_ids: list[int], info: EngineInfo
 ) -> tuple[list[int], InputEmbeddings | None]:
-    """The prompt with rows of `prompt_embedding_table` at its virtual tokens. Raises `InvalidParameter`."""
+    """Return the prompt with rows of `prompt_embedding_table` at its virtual tokens. Raises `InvalidParameter`."""
     table = _embedding_rows("prompt_embedding_table", request.prompt_embedding_table, info)
     size, vocab_size = request.prompt_vocab_size, info.vocab_size
     if size is not None and size != len(table):
@@ -86,7 +88,7 @@ def insert_virtual_tokens(
 def _embedding_rows(
     field: str, values: npt.NDArray[np.floating] | None, info: EngineInfo
 ) -> npt.NDArray[np.float32]:
-    """float32[rows, hidden_size]."""
+    """Check and convert embeddings to float32[rows, hidden_size]."""
     assert values is not None
     if "input_embeddings" not in info.capabilities:
         raise InvalidParameter(field, f"the runner of this model ({info.runner}) takes token ids only")

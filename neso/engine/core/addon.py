@@ -38,8 +38,9 @@ class Addon:
         """Attach state before a request is queued. Raises `RequestError` to reject the request."""
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Attach state to `child`, which runs and continues on the blocks of `parent`. `child` has no state of this
-        add-on yet.
+        """Attach state to `child`, which runs and continues on the blocks of `parent`.
+
+        `child` has no state of this add-on yet.
         """
 
     def release(self, sequence: Sequence) -> None:

@@ -95,10 +95,10 @@ class WaitingQueue:
 
 
 class AdmissionPolicy(Protocol):
-    """Decides whether a waiting sequence may start if there is a slot and token budget. Blocks are allocated
-    afterwards.
+    """Decides whether a waiting sequence may start if there is a slot and token budget.
 
-    A sequence that may not start blocks the sequences behind it (head-of-line blocking).
+    Blocks are allocated afterwards. A sequence that may not start blocks the sequences behind it (head-of-line
+    blocking).
     """
 
     def begin_step(self, running: Collection[Sequence], waiting: Iterable[Sequence]) -> None:

@@ -38,7 +38,7 @@ class FreeBlocks:
         return block in self._queue_of
 
     def take(self) -> int:
-        """Remove and return the next block to reuse. Raises `KeyError` if there is none."""
+        """Remove and return the next block to reuse. Raises `KeyError` if no block is free."""
         if self._ends:
             self._end_retention(time.monotonic())
         for priority in self._order:
@@ -123,7 +123,7 @@ class BlockPool:
         return self._references[block]
 
     def allocate(self) -> int:
-        """Take the first free block. Raises `KeyError` if there is none; check `num_free` before."""
+        """Take the first free block. Raises `KeyError` if no block is free; check `num_free` before."""
         block = self._free.take()
         self._references[block] = 1
         return block
@@ -147,7 +147,10 @@ class BlockPool:
         self._free.retain(block, priority, seconds)
 
     def check_integrity(self, holders: dict[int, int]) -> None:
-        """Compare with `holders`, block → number of block tables that contain it. Raises `IntegrityError`."""
+        """Compare with `holders`, which maps a block to the number of block tables that contain it.
+
+        Raises `IntegrityError`.
+        """
         for block, count in enumerate(self._references):
             if count != holders.get(block, 0):
                 raise IntegrityError(

@@ -83,10 +83,10 @@ class KVCacheManager:
         return own + sequence.forks_pending * of_a_fork
 
     def room_for_drafts(self, sequence: Sequence, num_new_tokens: int) -> int:
-        """Return the number of draft tokens that fit a step beside the new tokens, in blocks counted by
-        `blocks_to_come`.
+        """Return the number of draft tokens that fit a step in addition to the new tokens.
 
-        A tree may have more tokens than the sequence can still generate.
+        Only blocks counted by `blocks_to_come` are used. A tree may have more tokens than the sequence can still
+        generate.
         """
         room = self.blocks_for(sequence.max_tokens) * self.block_size - sequence.num_tokens
         return room if self._window is None else min(room, self._max_new_tokens - num_new_tokens)
@@ -232,7 +232,7 @@ class KVCacheManager:
         if sequence.slot_copies:
             return
         outside = self._outside_window(sequence)
-        # A block must be registered before it is freed. Accepted drafts are registered by the next step.
+        # Blocks must be registered before they are freed. Accepted draft tokens are registered by the next step.
         end = min(outside.stop, sequence.num_cached_blocks) if self._caching else outside.stop
         for i in range(max(outside.start, sequence.num_window_freed_blocks), end):
             block = sequence.block_table[i]

@@ -16,7 +16,7 @@ PLACEHOLDER = 0
 
 
 class InputEmbeddings(msgspec.Struct, frozen=True, array_like=True):
-    """Embeddings that replace those of prompt tokens, as bytes.
+    """Embeddings that replace prompt-token embeddings, as bytes.
 
     - positions: int32[E], ascending; the prompt has `PLACEHOLDER` there
     - rows: float32[E, hidden_size]
@@ -44,8 +44,9 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestDraft(msgspec.Struct, frozen=True, array_like=True):
-    """Draft tokens supplied by the client; `logits`: float32[len(token_ids), vocab_size] as bytes, see
-    `DraftTokens`.
+    """Draft tokens supplied by the client, see `DraftTokens`.
+
+    `logits`: float32[len(token_ids), vocab_size] as bytes.
     """
 
     token_ids: list[int]

@@ -78,14 +78,14 @@ class Scheduler:
         num_sequences = request.sampling.num_sequences
         if num_sequences > self.config.max_num_seqs:
             raise ValueError(
-                f"{num_sequences} are asked for, at most {self.config.max_num_seqs} sequences can run"
+                f"{num_sequences} sequences are requested, at most {self.config.max_num_seqs} can run"
             )
         needed = self._blocks_at_most(request)
         if needed > self.kv.pool.num_blocks:
             longest = len(request.prompt_token_ids) + request.max_tokens
             beams = f" for each of {request.sampling.beam_width} beams" if request.sampling.uses_beams else ""
             raise ValueError(
-                f"prompt and max_tokens need {longest} tokens of cache{beams}, there are "
+                f"prompt and max_tokens need {longest} tokens of KV cache{beams}, there are "
                 f"{self.kv.pool.num_blocks * self.config.block_size}"
             )
         self.waiting.check_room()
@@ -207,7 +207,7 @@ class Scheduler:
         sequences = [*self.running, *self.waiting]
         self.kv.check_integrity(sequences)
         if self.num_sync_only != sum(sequence.sync_only for sequence in sequences):
-            raise IntegrityError("sequences whose steps must not overlap are counted wrong")
+            raise IntegrityError("num_sync_only does not match the sequences")
 
     def _schedule_running(self, step: Step) -> bool:
         budget = self.config.max_num_batched_tokens
@@ -276,8 +276,9 @@ class Scheduler:
         return scheduled
 
     def _grow(self, scheduled: ScheduledSequence) -> list[BlockCopy] | None:
-        """Allocate the blocks of a scheduled sequence, without its draft if needed; None if there are too few
-        blocks.
+        """Allocate the blocks of a scheduled sequence, without its draft if needed.
+
+        Returns None if there are too few blocks.
         """
         copies = self.kv.try_grow(scheduled.sequence, scheduled.end)
         if copies is None and scheduled.num_draft_tokens:
@@ -317,7 +318,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _collapse(self, group: SequenceGroup, step: Step) -> Sequence:
-        """Reduce a group to one member with the common tokens, and remove the group from the step."""
+        """Reduce a group to one member with the common prefix, and remove the group from the step."""
         # The group's block copies stay in the step: their targets are not reallocated before the next step.
         step.scheduled = [scheduled for scheduled in step.scheduled if scheduled.sequence.group is not group]
         leader, *others = group.members

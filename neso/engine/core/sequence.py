@@ -175,8 +175,9 @@ class Sequence:
 
 
 def finish_reason(request: EngineRequest, token_ids: list[int], token_id: int) -> FinishReason | None:
-    """Return why a sequence ends with `token_id`, which follows `token_ids` (prompt and output); None if it
-    continues.
+    """Return why a sequence ends with `token_id`; None if it continues.
+
+    `token_ids`: the prompt and output tokens before `token_id`.
     """
     params = request.sampling
     num_output = len(token_ids) + 1 - len(request.prompt_token_ids)

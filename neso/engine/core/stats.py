@@ -8,8 +8,9 @@ import msgspec
 
 
 class StepCounts(NamedTuple):
-    """Contents of a step: number of decoding and prefilling sequences, and of all new tokens, prompt tokens and draft
-    tokens.
+    """Contents of a step.
+
+    Numbers of decoding and prefilling sequences, and of all new tokens, prompt tokens and draft tokens.
     """
 
     num_decoding: int = 0

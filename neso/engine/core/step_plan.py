@@ -22,22 +22,22 @@ NO_MASKS = np.empty(0, np.uint64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """A flat batch: the new tokens of all scheduled sequences, one after another, without padding.
+    """A flat batch: the new tokens of all scheduled sequences, concatenated without padding.
 
-    With S sequences, T new tokens, R logits rows (arrays are int32 unless said otherwise, read-only):
+    With S sequences, T new tokens, R logits rows (arrays are int32 unless stated otherwise, read-only):
 
     - sequence_ids[S]: ids of the sequences, unique over the engine's life.
-    - token_ids[T]: the new tokens; those of sequence s are query_start[s]:query_start[s + 1]. -1 - r is the token that
-      row r of the step before chooses, which may still be running.
+    - token_ids[T]: the new tokens; those of sequence s are query_start[s]:query_start[s + 1]. The value -1 - r refers
+      to the token sampled for row r of the previous step, which may still be running.
     - query_start[S + 1]: from 0 to T; every sequence has at least one new token.
-    - num_computed[S]: tokens of s whose keys and values are in the cache. The new tokens of s have the positions
-      num_computed[s], num_computed[s] + 1, ... except in a tree.
-    - block_tables[S, B]: cache blocks of s in order of position, padded with -1; the table covers the new tokens
-      too, whose keys and values this step writes at block_tables[s, p // block_size], offset p % block_size.
-    - block_copies[C, 2]: (source, target) blocks to copy before anything is written (copy-on-write).
-    - block_transfers[H, 3]: (to host, block, host block) to copy in this order before anything else: to the host if
-      the first is 1, from it if it is 0. Only for runners with "host_cache".
-    - logits_rows[R]: flat positions in [0, T) whose logits are returned, in this order; one may repeat.
+    - num_computed[S]: number of tokens of s whose keys and values are in the cache. The new tokens of s have the
+      positions num_computed[s], num_computed[s] + 1, ... except in a tree.
+    - block_tables[S, B]: cache blocks of s in order of position, padded with -1. The table also covers the new tokens;
+      this step writes their keys and values at block_tables[s, p // block_size], offset p % block_size.
+    - block_copies[C, 2]: (source, target) blocks to copy before any keys and values are written (copy-on-write).
+    - block_transfers[H, 3]: (to host, block, host block) to copy in this order before all other operations: to the host
+      if the first element is 1, from the host if it is 0. Only for runners with "host_cache".
+    - logits_rows[R]: flat positions in [0, T) whose logits are returned, in this order; a position may repeat.
 
     Extensions, filled by add-ons:
 
@@ -46,11 +46,11 @@ class StepPlan:
     - embedding_positions[E]: flat positions, ascending, where a row of `embeddings` float32[E, hidden] replaces the
       embedding of the token; the token id there is a placeholder. Only for runners with "input_embeddings".
     - slot_copies[C, 3]: (s, from, to) positions of sequence s whose keys and values are copied, after the block copies
-      and before anything is written; all are read before any is written.
-    - tree_masks[T], uint64: if it is not 0, the token is in a draft tree: of its sequence's new tokens it attends to
+      and before any new keys and values are written; all slots are read before any is written.
+    - tree_masks[T], uint64: if not 0, the token is in a draft tree and attends, among its sequence's new tokens, to
       those whose bits are set, itself included. Token i is written to the slot of position num_computed[s] + i, as
-      always, but its position is num_computed[s] + tree_depths[i]. Both arrays are empty if there is no tree. Only
-      for runners with "tree_attention".
+      always, but its position is num_computed[s] + tree_depths[i]. Both arrays are empty if there is no tree. Only for
+      runners with "tree_attention".
     """
 
     step: int
@@ -85,13 +85,16 @@ class StepPlan:
         return len(self.token_ids)
 
     def positions(self) -> Int32Array:
-        """Position of every new token in its sequence, int32[T]."""
+        """Return the position of every new token in its sequence, int32[T]."""
         if not len(self.tree_depths):
             return self.slot_positions()
         return (np.repeat(self.num_computed, np.diff(self.query_start)) + self.tree_depths).astype(np.int32)
 
     def slot_positions(self) -> Int32Array:
-        """The position whose slot each new token is written to, int32[T]; differs from `positions` only in a tree."""
+        """Return the position whose slot each new token is written to, int32[T].
+
+        Differs from `positions` only in a tree.
+        """
         lengths = np.diff(self.query_start)
         starts = np.repeat(self.num_computed - self.query_start[:-1], lengths)
         return (starts + np.arange(self.num_tokens, dtype=np.int32)).astype(np.int32)

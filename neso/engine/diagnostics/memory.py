@@ -1,4 +1,4 @@
-"""Memory of the engine process and its device."""
+"""Memory use of the engine process and its device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from neso.engine.runners.base import Runner
 
 INTERVAL = 1.0
-"""Seconds between two readings, which cost more than all other statistics of a step."""
+"""Seconds between two readings, which take longer than all other statistics of a step."""
 
 
 class MemoryUse:
-    """Bytes of this process, and of its runner on the device."""
+    """Bytes used by this process, and by its runner on the device."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

@@ -1,8 +1,8 @@
-"""Records engine steps, and runs recordings: `python -m neso.engine.diagnostics.replay FOLDER [--against NAME]`.
+"""Records engine steps, and replays recordings: `python -m neso.engine.diagnostics.replay FOLDER [--against NAME]`.
 
-FOLDER is written by the option `record_steps` or by the watchdog. Prints the time of each step; with --against, also
-the largest difference of the logits of two runners. If a recording does not begin with the first step of its
-sequences, the cache lacks earlier steps: times are right, logits are meaningless.
+FOLDER is written by the option `record_steps` or by the watchdog. The command prints the time of each step; with
+--against, also the largest difference of the logits of two runners. If a recording does not begin with the first step
+of its sequences, the cache lacks earlier steps: times are valid, logits are meaningless.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StepRecorder:
         )
 
     def record(self, plan: StepPlan) -> None:
-        """Write one step. After the first that cannot be written, no more are."""
+        """Write one step. Recording stops at the first step that cannot be written."""
         if self._failed:
             return
         try:
@@ -75,7 +75,7 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """`seconds`: of the first runner. The other values are None without a second one.
+    """Result of one step. `seconds`: time of the first runner. The other values are None without a second runner.
 
     - max_difference: largest difference of two logits
     - same_tokens: whether the most likely token of every row is the same
@@ -106,7 +106,7 @@ def replay(folder: Path, runners: list[Runner]) -> Iterator[ReplayedStep]:
 
 
 def load_runner(config: EngineConfig, name: str) -> Runner:
-    """Load the recorded model on a runner. Raises what `open_model` raises."""
+    """Load the recorded model with a runner. Raises the errors of `open_model`."""
     with open_source(config.model) as source:
         return open_model(
             source, name, config.runner_options, lambda length: min(length, config.max_model_len or length)
@@ -120,14 +120,14 @@ def _timed(runner: Runner, plan: StepPlan) -> tuple[Float32Array, float]:
 
 
 def _with_known_tokens(plan: StepPlan) -> StepPlan:
-    """Replace tokens that were unknown when the step was started (in plans of the watchdog) by token 0."""
+    """Replace tokens that were unknown when the step was started (in plans written by the watchdog) by token 0."""
     if not (plan.token_ids < 0).any():
         return plan
     return replace(plan, token_ids=np.maximum(plan.token_ids, 0))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. The exit status is 1 if two runners choose different tokens."""
+    """Run the command. The exit status is 1 if two runners choose different tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--runner", help="default: that of the recording")

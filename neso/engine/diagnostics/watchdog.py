@@ -1,4 +1,4 @@
-"""Detects a step that hangs, and writes stacks and plans to a folder."""
+"""Detects a hanging step, and writes stack traces and plans to a folder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ HANG_STATUS = 86
 class StepWatchdog:
     """A thread that checks the duration of the running step.
 
-    When a step takes longer than `config.step_timeout` seconds, the stacks of all threads and the last plans of a
-    decoder are written to a folder that is logged, then `on_hang` is called. A step that hangs while it holds Python's
-    global interpreter lock is not detected, because this thread cannot run either.
+    When a step takes longer than `config.step_timeout` seconds, the stack traces of all threads and the last plans of a
+    decoder are written to a folder whose path is logged, then `on_hang` is called. A step that hangs while it holds the
+    GIL is not detected, because this thread cannot run either.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class StepWatchdog:
             threading.Thread(target=self._watch, name="step-watchdog", daemon=True).start()
 
     def begin(self) -> None:
-        """A step starts."""
+        """Record the start of a step."""
         self._started = time.monotonic()
 
     def end(self) -> None:
-        """The step has ended."""
+        """Record the end of a step."""
         self._started = None
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._closed.set()
 
     def _watch(self) -> None:

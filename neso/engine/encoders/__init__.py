@@ -1,1 +1,1 @@
-"""Encoder models: embeddings of texts and scores of pairs, without KV cache, one step per request."""
+"""Encoder models: embeddings of texts and scores of text pairs, computed without KV cache in one step per request."""

@@ -1,4 +1,4 @@
-"""The engine core for encoders: requests in, one batch per step, embeddings or scores out."""
+"""Engine core for encoders: computes embeddings or scores, one batch of requests per step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Float32Array = npt.NDArray[np.float32]
 class EncoderCore:
     """The counterpart of `EngineCore` for encoders: single-threaded, no I/O.
 
-    A request is completed in one step, so there is no KV cache and no preemption. A step takes requests by priority
-    and arrival up to `max_num_batched_tokens` and `max_num_seqs`; texts are not split, so a long one may exceed the
-    token budget in a step of its own.
+    A request is completed in one step, so there is no KV cache and no preemption. A step takes requests by priority and
+    arrival up to `max_num_batched_tokens` and `max_num_seqs`. Texts are not split, so a long one may exceed the token
+    budget in a separate step.
     """
 
     def __init__(self, encoder: TextEncoder, pooler: Pooler, config: SchedulerConfig) -> None:
@@ -55,7 +55,7 @@ class EncoderCore:
         return len(self._waiting) > 0
 
     def add(self, request: EngineRequest) -> list[SequenceOutput]:
-        """Queue a request; returns an error at once for one that can never run."""
+        """Queue a request. Returns an error output at once if the request can never run."""
         if request.pooling is None:
             return [_failed(request, "the model is an encoder: it cannot generate text")]
         if request.request_id in self._sequences:
@@ -97,7 +97,7 @@ class EncoderCore:
         )
 
     def check_integrity(self) -> None:
-        """Nothing to check: there is no KV cache."""
+        """Do nothing: there is no KV cache to check."""
 
     def _next_batch(self) -> list[EngineRequest]:
         budget, batch = self._config.max_num_batched_tokens, list[EngineRequest]()

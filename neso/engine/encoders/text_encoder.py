@@ -1,4 +1,4 @@
-"""Text encoders: from tokens to hidden states, and to the logits of a classifier."""
+"""Text encoders: compute hidden states of tokens and the logits of a classifier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Classification head of two matrices [outputs, inputs]; with one output, the score of a reranker."""
+    """Classification head of two matrices [outputs, inputs]. With one output, it computes the score of a reranker."""
 
     spec: ClassifierSpec
     dense_weight: Float32Array
@@ -41,14 +41,14 @@ class Classifier:
         )
 
     def logits(self, first: Float32Array) -> Float32Array:
-        """Logits float32[S, labels] for the first tokens' hidden states float32[S, hidden]."""
+        """Return logits float32[S, labels] for the first tokens' hidden states float32[S, hidden]."""
         dense = first @ self.dense_weight.T + self.dense_bias
         activated = np.tanh(dense) if self.spec.activation == "tanh" else np.maximum(dense, np.float32(0))
         logits: Float32Array = activated @ self.out_weight.T + self.out_bias
         return logits
 
     def activate(self, logits: Float32Array) -> Float32Array:
-        """Probabilities float32[S, labels]: sigmoid for one label or multi-label models, otherwise softmax."""
+        """Return probabilities float32[S, labels]: sigmoid for one label or multi-label models, otherwise softmax."""
         if self.spec.multi_label or len(self.spec.labels) == 1:
             sigmoid: Float32Array = np.float32(1) / (np.float32(1) + np.exp(-logits))
             return sigmoid
@@ -67,7 +67,7 @@ class TextBatch:
 
     @classmethod
     def of(cls, prompts: list[tuple[list[int], list[int] | None]]) -> TextBatch:
-        """From (token ids, token types) of each sequence; types None means all 0."""
+        """Create a batch from (token ids, token types) of each sequence; types None means all 0."""
         starts = np.cumsum([0, *(len(ids) for ids, _ in prompts)])
         types = [t for ids, given in prompts for t in (given or [0] * len(ids))]
         ids = [token for tokens, _ in prompts for token in tokens]
@@ -93,7 +93,10 @@ class TextEncoder:
     def load(
         cls, spec: EncoderSpec, source: TensorSource, stack: type[LayerStack], options: RunnerOptions
     ) -> TextEncoder:
-        """Raises `CheckpointError` if a tensor is missing or has the wrong shape, `UnsupportedOption`."""
+        """Load the weights.
+
+        Raises `CheckpointError` if a tensor is missing or has the wrong shape, `UnsupportedOption`.
+        """
         tensors = EncoderTensors(source, (spec.prefix,))
         classifier = None
         if spec.classifier is not None:
@@ -102,7 +105,7 @@ class TextEncoder:
         return cls(spec, _Tables.load(spec, tensors), layers, classifier)
 
     def encode(self, batch: TextBatch) -> Float32Array:
-        """Final hidden states float32[T, hidden]."""
+        """Return the final hidden states float32[T, hidden]."""
         tables, spec = self._tables, self.spec
         x = tables.word[batch.token_ids]
         x += tables.position[self._positions(batch)]
@@ -116,7 +119,7 @@ class TextEncoder:
         padding_id = self.spec.padding_id
         if padding_id is None:
             return np.arange(batch.starts[-1]) - np.repeat(first, lengths)
-        # Padding tokens in a prompt have position padding_id.
+        # Padding tokens in a prompt have the position padding_id.
         counts = batch.token_ids != padding_id
         running = np.cumsum(counts)
         before = np.repeat(running[first] - counts[first], lengths)

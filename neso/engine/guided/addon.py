@@ -1,6 +1,4 @@
-"""Guided decoding as an add-on of the engine core: waits for grammars, masks logits, and advances grammars by
-tokens.
-"""
+"""Guided decoding as an add-on of the engine core: waits for grammars, masks logits, and advances grammar states."""
 
 from __future__ import annotations
 

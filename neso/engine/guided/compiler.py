@@ -35,7 +35,7 @@ ERROR_TTL = 60.0
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """The compilation of a grammar; `result` is available when `done` is set."""
+    """Compilation of a grammar; `result` is available when `done` is set."""
 
     guided: GuidedDecoding
     done: threading.Event = field(default_factory=threading.Event)

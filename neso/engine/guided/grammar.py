@@ -196,7 +196,7 @@ def literal(text: str, special_tokens: Mapping[str, int]) -> str:
 
 
 WHITESPACE = r"\n[ \t]{0,32}| "
-"""Default white space between JSON tokens. With unlimited newlines, some models would generate nothing else."""
+"""Default white space between JSON tokens. With unlimited newlines, some models would generate only newlines."""
 
 
 def with_white_space(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def grammar_text(guided: GuidedDecoding, special_tokens: Mapping[str, int]) -> s
         raise
     except (ValueError, RecursionError) as error:
         raise GrammarError(str(error) or type(error).__name__) from None
-    # The last of these lines applies. It is appended so that line numbers in errors are those of the client.
+    # The last directive applies. It is appended after the grammar, so that errors have the client's line numbers.
     return LLMatcher.grammar_from_lark(f"{lark}\n{NO_FORCING}\n")
 
 

@@ -1,6 +1,4 @@
-"""Checks grammars in a separate process before compilation, because they may take too long, run out of memory
-or crash.
-"""
+"""Checks grammars in a separate process, because they may take too long, run out of memory or crash."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ _START_TIMEOUT = 120.0
 
 
 class GrammarSandbox:
-    """A process that checks grammars for one thread. It is started for the first grammar, and restarted after a
-    failure.
+    """A process that checks grammars for one thread.
+
+    It is started for the first grammar, and restarted after a failure.
     """
 
     def __init__(self, table: TokenTable, timeout: float) -> None:
@@ -78,8 +77,9 @@ class GrammarSandbox:
             process.wait()
 
     def _ask(self, message: bytes, timeout: float, killed: threading.Event | None = None) -> bytes | None:
-        """Send a message and return the reply; None if the process has ended. The process is killed after the
-        timeout.
+        """Send a message and return the reply; None if the process has ended.
+
+        The process is killed after the timeout.
         """
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None

@@ -21,8 +21,7 @@ class TokenTable(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> TokenTable:
-        """Create the table for a model whose logits have width `vocab_size`, which may differ from the tokenizer's
-        size.
+        """Create the table for a model with logits of width `vocab_size`, which may differ from the tokenizer's size.
 
         The bytes are those written by the detokenizer, so the grammar matches the text of the output.
         """
@@ -30,7 +29,7 @@ class TokenTable(msgspec.Struct, frozen=True):
         return cls([tokenizer.token_bytes(i) or b"" for i in range(vocab_size)], special)
 
     def special_tokens(self) -> dict[str, int]:
-        """Ids of the special tokens by name."""
+        """Return the ids of the special tokens by name."""
         return {self.pieces[i].decode("utf-8", "replace"): i for i in self.special_ids}
 
     def ll_tokenizer(self) -> LLTokenizer:

@@ -24,9 +24,9 @@ from neso.engine.ipc.messages import Command, Event, Shutdown, Unsendable, comma
 
 
 class EngineChannel:
-    """A ZeroMQ pair to an engine; the commands of one turn of the event loop are sent as one message.
+    """A ZeroMQ pair socket to an engine. Commands from one event-loop iteration are sent as one message.
 
-    Belongs to the event loop that it was created on.
+    Must be used on the event loop on which it was created.
     """
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
@@ -41,7 +41,7 @@ class EngineChannel:
         if self.dead.done():
             return
         try:
-            # Encoded here and not in `_flush`: an error reaches its caller and does not affect other commands.
+            # Encode here and not in `_flush`, so that an error reaches its caller and does not affect other commands.
             encoded = msgspec.Raw(command_encoder.encode(command))
         except (ValueError, TypeError, OverflowError) as error:
             raise Unsendable(str(error)) from None
@@ -50,15 +50,15 @@ class EngineChannel:
         self._pending.append(encoded)
 
     async def receive(self) -> Event:
-        """The next event of the engine; never returns after its end, see `dead`."""
+        """Return the next event of the engine; never returns after the engine has ended, see `dead`."""
         return event_decoder.decode(await self._socket.recv())
 
     async def receive_first(self) -> Event:
-        """The first event: `EngineInfo` or `LoadFailed`. Raises `EngineDead`."""
+        """Return the first event: `EngineInfo` or `LoadFailed`. Raises `EngineDead`."""
         message = asyncio.ensure_future(self.receive())
         await asyncio.wait((message, self.dead), return_when=asyncio.FIRST_COMPLETED)
         if not message.done():
-            # Its last message can still be in transit.
+            # The last message of an ended engine may still be in transit.
             await asyncio.wait((message,), timeout=0.5)
         if message.done():
             return message.result()
@@ -94,7 +94,7 @@ class ProcessChannel(EngineChannel):
             [*command, msgspec.json.encode(config).decode()], stdin=subprocess.PIPE, pass_fds=(child_end,)
         )
         os.close(child_end)
-        # The child has the only write end of this pipe: the read end reports EOF however the child ends.
+        # The child has the only write end of this pipe, so the read end reports EOF however the child ends.
         self._loop.add_reader(self._alive, self._on_exit)
 
     async def close(self, timeout: float) -> None:

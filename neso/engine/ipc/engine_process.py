@@ -1,6 +1,6 @@
 """Engine process: `python -m neso.engine.ipc.engine_process ADDRESS CONFIG_JSON` runs an engine for one client.
 
-Standard input is a pipe whose other end the client holds: this process exits when it closes.
+Standard input is a pipe whose write end is held by the client; this process exits when it is closed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EngineService:
         self._emit = emit
         self._lora = (
             core.addon(LoraManager) if isinstance(core, EngineCore) else None
-        )  # encoders have no adapters
+        )  # encoders do not support adapters
         self._lora_revision = 0
 
     def step(self) -> list[SequenceOutput]:
@@ -68,7 +68,7 @@ class EngineService:
         return outputs
 
     def apply(self, command: Command | InvalidCommand) -> list[SequenceOutput]:
-        """Apply a command. An error is reported to its sender and does not affect other requests."""
+        """Apply a command. An error is reported to the sender and does not affect other requests."""
         if isinstance(command, InvalidCommand):
             return self._fail(command, f"the engine cannot read it: {command.error}")
         try:
@@ -92,7 +92,7 @@ class EngineService:
         return []
 
     def _fail(self, command: Command | InvalidCommand, message: str) -> list[SequenceOutput]:
-        """Report a failed command to its sender."""
+        """Report a failed command to the sender."""
         match command:
             case Add(request) | InvalidCommand(request) if request.request_id:
                 return [SequenceOutput.failed(request.request_id, 0, message)]
@@ -104,7 +104,7 @@ class EngineService:
         lora = self._lora
 
         def done(message: str) -> None:
-            # The names first: the client can use the adapter as soon as it receives `LoraDone`.
+            # Send the names first, because the client can use the adapter as soon as it receives `LoraDone`.
             self._emit_lora_names()
             self._emit(LoraDone(command.number, message))
 
@@ -135,7 +135,7 @@ class EngineService:
 
 
 class EngineLoop:
-    """Receives commands, runs steps and sends events; blocks in the socket when there is no work."""
+    """Receives commands, runs steps and sends events. Blocks in the socket when there is no work."""
 
     def __init__(self, socket: zmq.Socket[bytes], core: Core, watchdog: StepWatchdog) -> None:
         self._socket = socket
@@ -157,12 +157,12 @@ class EngineLoop:
                 self._watchdog.begin()
                 outputs += self._service.step()
                 self._watchdog.end()
-            # Also without outputs, after an abort or a prefill chunk: the client's statistics must be current.
+            # Send statistics even without outputs, after an abort or a prefill chunk, so that the client's are current.
             if stepped or outputs or commands:
                 _send(self._socket, StepOutputs(outputs, core.stats()))
 
     def _receive(self, *, block: bool) -> list[Command | InvalidCommand]:
-        """All pending commands."""
+        """Return all pending commands."""
         commands = list(decode_commands(self._socket.recv())) if block else []
         while True:
             try:
@@ -172,7 +172,7 @@ class EngineLoop:
 
 
 def _send(socket: zmq.Socket[bytes], event: Event) -> None:
-    # The socket has no high-water mark: it blocks only without a peer, and then the event is not needed.
+    # Without a high-water mark, sending blocks only without a peer; the event is then not needed.
     with contextlib.suppress(zmq.Again):
         socket.send(event_encoder.encode(event), zmq.NOBLOCK)
 
@@ -207,7 +207,7 @@ def main(address: str, config_json: str) -> None:
     """Connect to the client and serve one model to it."""
     from neso.engine.load.loader import load_engine
 
-    # Ctrl-C reaches the whole process group; the client decides when its engines end.
+    # Ctrl-C is sent to the whole process group; the client decides when its engines end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True, name="parent-watch").start()
     config = msgspec.json.decode(config_json, type=EngineConfig)
@@ -215,7 +215,7 @@ def main(address: str, config_json: str) -> None:
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.connect(address)
-    # A hanging step cannot be interrupted: the client sees the exit of the process and fails its requests.
+    # A hanging step cannot be interrupted. The process exits; the client detects this and fails its requests.
     run_engine(
         socket,
         lambda: load_engine(config),

@@ -111,7 +111,7 @@ class LoraDone(msgspec.Struct, frozen=True, tag="lora_done"):
 
 
 class LoraNames(msgspec.Struct, frozen=True, tag="lora_names"):
-    """The loaded adapters have changed: names, with the path of those that were loaded from one."""
+    """The loaded adapters have changed: their names, each with the path it was loaded from, if any."""
 
     names: dict[str, str | None]
 
@@ -120,7 +120,7 @@ Event = EngineInfo | LoadFailed | StepOutputs | Integrity | LoraDone | LoraNames
 
 
 class Unsendable(ValueError):
-    """A command cannot be encoded: an integer beyond 64 bits, invalid Unicode."""
+    """A command cannot be encoded, for example because of an integer beyond 64 bits or invalid Unicode."""
 
 
 command_encoder = msgspec.msgpack.Encoder()
@@ -135,7 +135,7 @@ class _RequestId(msgspec.Struct):
 
 
 class InvalidCommand(msgspec.Struct):
-    """A command that could not be decoded, with the ids that its error is reported to."""
+    """A command that could not be decoded, with the ids to which the error is reported."""
 
     request: _RequestId = msgspec.field(default_factory=_RequestId)
     number: int | None = None
@@ -143,7 +143,7 @@ class InvalidCommand(msgspec.Struct):
 
 
 def decode_commands(message: bytes) -> Iterator[Command | InvalidCommand]:
-    """The commands of a message; an invalid one does not affect the others."""
+    """Decode the commands of a message; an invalid one does not affect the others."""
     for raw in _raw_commands.decode(message):
         try:
             yield _command_decoder.decode(raw)

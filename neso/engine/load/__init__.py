@@ -1,1 +1,1 @@
-"""Loading of a model into an engine, and building of engine directories."""
+"""Loads models into engines, and builds engine directories."""

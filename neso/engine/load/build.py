@@ -98,7 +98,7 @@ def prepare_target(target: Path) -> None:
 
 
 def copy_text_files(model: Path, target: Path) -> None:
-    """Copy the files of the tokenizer and the chat template."""
+    """Copy the tokenizer files and the chat template."""
     if model.is_file():
         Tokenizer.from_gguf(model).save(target)
         return
@@ -118,10 +118,10 @@ Tensors = Iterator[tuple[str, npt.NDArray[Any]]]
 def build_float8(model: Path, target: Path, progress: Progress = lambda done, total: None) -> None:
     """Write an fp8 checkpoint for GPUs; `target` must be empty or not exist.
 
-    The result is a Hugging Face checkpoint in FBGEMM's format, with a scale for each output, which other servers read
-    too. The embedding and the LM head are not rounded: that costs more accuracy than it saves memory. `progress` is
-    called with the number of finished tensors and their total. Raises `CheckpointError`, `UnsupportedModel`,
-    `UnsupportedOption`; `FileExistsError` when the target is not empty.
+    The result is a Hugging Face checkpoint in FBGEMM's format with a scale per output, which other servers can read
+    too. The embedding and the LM head are not quantized, because the loss of accuracy would outweigh the saved memory.
+    `progress` is called with the number of finished tensors and their total. Raises `CheckpointError`,
+    `UnsupportedModel`, `UnsupportedOption`; `FileExistsError` when the target is not empty.
     """
     with open_source(model) as source:
         if isinstance(source, EngineDirectory):
@@ -140,14 +140,14 @@ def build_float8(model: Path, target: Path, progress: Progress = lambda done, to
 
 
 def round_to_float8(weights: npt.NDArray[np.float32]) -> Float8Matrix:
-    """Round float32[N, K] with one scale for each output: its largest weight becomes 448."""
+    """Round float32[N, K] with one scale per output; the largest weight of each output becomes 448."""
     scales = np.maximum(np.abs(weights).max(axis=1, keepdims=True) / _E4M3_MAX, np.float32(1e-12))
     codes = (weights / scales).astype(ml_dtypes.float8_e4m3fn)
     return Float8Matrix(codes, scales, (1, weights.shape[1]))
 
 
 def _stored_tensors(spec: DecoderSpec) -> list[tuple[str, tuple[int, ...], bool]]:
-    """Name and shape of each tensor, and whether it is rounded: matrices of layers, except routers."""
+    """Return the name and shape of each tensor, and whether it is rounded: matrices of layers, except routers."""
     tensors: dict[str, tuple[tuple[int, ...], bool]] = {}
     for role, layer, expert, shape in all_tensors(spec):
         place = spec.tensor_names[role]
@@ -163,7 +163,7 @@ def _stored_tensors(spec: DecoderSpec) -> list[tuple[str, tuple[int, ...], bool]
 
 
 def _tensors(source: TensorSource, name: str, shape: tuple[int, ...], rounded: bool) -> Tensors:
-    """Tensors that are written for a weight: itself, or codes and scales."""
+    """Return the tensors that are written for a weight: the weight itself, or codes and scales."""
     if len(shape) == 1:
         vector = np.empty(shape, np.float32)
         source.read_float32(name, vector)

@@ -1,4 +1,4 @@
-"""Size of the KV cache, from the options that limit it."""
+"""Computes the size of the KV cache from the options that limit it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ MIN_BLOCKS = 2
 def num_cache_blocks(
     config: EngineConfig, runner: Runner, max_model_len: int, draft_runner: Runner | None = None
 ) -> int:
-    """Number of blocks of the cache; a draft model has as many. Raises `EngineError` if there are fewer than two.
+    """Return the number of cache blocks; a draft model has the same number.
 
-    `num_blocks`, or the minimum of
+    It is `num_blocks`, or the minimum of
 
     - `kv_cache_memory`, or the fraction `kv_cache_free_gpu_mem_fraction` of the available memory (by default the
       runner's `share_of_free_memory`),
     - `max_tokens_in_paged_kv_cache`,
-    - the need of `max_num_seqs` sequences of full length.
+    - the blocks required by `max_num_seqs` sequences of full length.
+
+    Raises `EngineError` if the number is less than two.
     """
     if config.num_blocks is not None:
         return _check_minimum(config.num_blocks, f"num_blocks is {config.num_blocks}")
@@ -39,18 +41,21 @@ def num_cache_blocks(
 
 
 def bytes_per_block(block_size: int, *runners: Runner | None) -> int:
-    """Bytes of one block in the caches of all runners."""
+    """Return the size in bytes of one block in the caches of all runners."""
     return sum(runner.cache_bytes_per_block(block_size) for runner in runners if runner is not None)
 
 
 def num_host_blocks(config: EngineConfig, runner: Runner) -> int:
-    """Number of blocks in the host memory. Raises `EngineError` if the runner or the options do not support it."""
+    """Return the number of blocks in host memory.
+
+    Raises `EngineError` if the runner or the options do not support it.
+    """
     memory = config.kv_cache_host_memory_bytes
     if not memory:
         return 0
     if "host_cache" not in runner.capabilities:
         raise EngineError(
-            f"kv_cache_host_memory_bytes: {type(runner).__name__} keeps its cache on the host already"
+            f"kv_cache_host_memory_bytes: {type(runner).__name__} already keeps its KV cache in host memory"
         )
     if not config.scheduler.enable_prefix_caching:
         raise EngineError("kv_cache_host_memory_bytes needs enable_prefix_caching: it keeps cached prefixes")

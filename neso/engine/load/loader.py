@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into an engine core."""
+"""Loads a checkpoint into an engine core."""
 
 from __future__ import annotations
 
@@ -174,9 +174,10 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
-    """Sampling defaults by vLLM's rules: `override_generation_config` over the file that `generation_config` selects.
+    """Return the sampling defaults by vLLM's rules.
 
-    Raises `CheckpointError` with the file and the field.
+    `override_generation_config` overrides the file selected by `generation_config`. Raises `CheckpointError` with the
+    file and the field.
     """
     override = config.override_generation_config
     unknown = sorted(override.keys() - set(DEFAULT_NAMES))
@@ -195,12 +196,12 @@ def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
 
 
 def _generation_config_file(config: EngineConfig) -> Path | None:
-    """The file that the options select; None for none."""
+    """Return the file selected by the options; None if there is none."""
     source, model = config.generation_config, Path(config.model)
     if source == NO_DEFAULTS:
         return None
     if source == AUTO:
-        file = model / GENERATION_CONFIG  # a GGUF file has none
+        file = model / GENERATION_CONFIG  # a GGUF file has no such file
         return file if file.is_file() else None
     given = Path(source).expanduser()
     if given.is_file():

@@ -1,4 +1,4 @@
-"""The engine core: requests in, one step at a time, tokens out."""
+"""Engine core: schedules requests, runs one step at a time, and returns tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from neso.engine.sampling.token_sampling import INVALID_TOKEN
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.005
-"""How long a step without work waits for background work, such as the compilation of a grammar."""
+"""Seconds that an idle engine waits for background work, such as grammar compilation."""
 
 T = TypeVar("T", bound=Addon)
 
@@ -58,7 +58,7 @@ class LaunchedStep:
 class EngineCore:
     """Schedules, runs and samples. Single-threaded, no I/O.
 
-    `addons`: the features of the engine beyond plain decoding.
+    `addons`: engine features beyond plain decoding.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class EngineCore:
         self.selector = TokenSelector(self.scheduler, Sampler(runner.choose), self.addons)
         self.recent_plans: deque[StepPlan] = deque(maxlen=2)  # one may run while the next is prepared
         self.record: Callable[[StepPlan], None] | None = None
-        """Called with every plan; steps do not overlap then."""
+        """Called with every plan if set; steps then do not overlap."""
         self._pacer = PrefillPacer(config.max_decode_stretch)
         self._memory = MemoryUse(runner)
         self._num_steps = 0
@@ -98,12 +98,12 @@ class EngineCore:
         )
 
     def addon(self, kind: type[T]) -> T | None:
-        """The add-on of a class, if the engine has one."""
+        """Return the add-on of a class; None if the engine does not have it."""
         return next((addon for addon in self.addons if isinstance(addon, kind)), None)
 
     @property
     def last_plan(self) -> StepPlan | None:
-        """The plan of the step that was scheduled last."""
+        """The plan of the last scheduled step."""
         return self.recent_plans[-1] if self.recent_plans else None
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class EngineCore:
         )
 
     def add(self, request: EngineRequest) -> list[SequenceOutput]:
-        """Queue a request. If it can never run, the output with the error is returned at once."""
+        """Queue a request. Returns the error output at once if the request can never run."""
         name = request.request_id
         try:
             self.scheduler.add(request, sync_only=needs_sync_steps(request.sampling))
@@ -131,18 +131,18 @@ class EngineCore:
         return []
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Release a request, or one of its sequences. Unknown ones are ignored."""
+        """Release a request, or one of its sequences. Unknown ids are ignored."""
         for sequence in self.scheduler.sequences_of(request_id):
-            # The members of a group are not the request's own sequences: all of them are released.
+            # Clients cannot address members of a group, so all of them are released.
             if index is None or sequence.index == index or sequence.group is not None:
                 self.scheduler.release(sequence)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[SequenceOutput]:
-        """Run one step and return its outputs. Nothing raises: failures end the requests that are involved.
+        """Run one step and return its outputs. Never raises: failures end the affected requests.
 
-        If the runner can overlap, the step is only started, and the outputs are those of the step before.
+        If the runner can overlap steps, the step is only launched, and the outputs are those of the previous step.
         """
         if self._can_overlap():
             self._ongoing, outputs = self._overlapped_step(self._ongoing)
@@ -158,7 +158,10 @@ class EngineCore:
         return outputs
 
     def _overlapped_step(self, last: LaunchedStep | None) -> tuple[LaunchedStep | None, list[SequenceOutput]]:
-        """Start a step, then finish the last one. Returns the step that is running, and the outputs."""
+        """Launch a step, then finish the previous one.
+
+        Returns the launched step and the outputs of the previous one.
+        """
         step, plan, outputs = self._next_step()
         if plan is None:
             outputs += self._finish(last)
@@ -182,7 +185,10 @@ class EngineCore:
         return launched, outputs
 
     def _next_step(self) -> tuple[Step, StepPlan | None, list[SequenceOutput]]:
-        """Admit, schedule and plan. The plan is None if no sequence can run; the outputs are of those that failed."""
+        """Admit, schedule and plan.
+
+        The plan is None if no sequence can run; the outputs are those of failed sequences.
+        """
         outputs = self._fail_expired()
         step = Step()
         try:
@@ -203,8 +209,8 @@ class EngineCore:
             return step, None, outputs + self._fail_step(step, error, step.sequences)
 
     def _plan(self, step: Step) -> StepPlan:
-        """Lay out the step for the runner."""
-        # Also the transfers of steps that were scheduled and never ran.
+        """Lay out the step and create the plan for the runner."""
+        # Includes transfers of steps that were scheduled but never ran.
         step.block_transfers = self.scheduler.kv.prefix_cache.host.take_transfers()
         step.lay_out()
         for addon in self._extenders:
@@ -256,7 +262,7 @@ class EngineCore:
         return outputs
 
     def _can_overlap(self) -> bool:
-        """Whether a step may start before the tokens of the one before are known."""
+        """Whether a step may start before the tokens of the previous step are known."""
         return self._overlaps and not self.scheduler.num_sync_only and self.record is None
 
     def _observe(self, counts: StepCounts, seconds: float) -> None:
@@ -283,19 +289,19 @@ class EngineCore:
         return [output for sequence, error in failures for output in self._fail([sequence], error)]
 
     def _fail_step(self, step: Step, error: Exception, sequences: Iterable[Sequence]) -> list[SequenceOutput]:
-        """End the requests of a step that failed."""
+        """End the requests of a failed step."""
         logger.error("step %d failed", self._num_steps, exc_info=error)
         if step.block_transfers:
-            # Some of them may be done and others not.
+            # Some of the step's block transfers may be done and others not.
             self.scheduler.kv.prefix_cache.clear()
         return self._fail(sequences, RequestError(f"the model failed: {error}"))
 
     def _fail(
         self, sequences: Iterable[Sequence], error: RequestError, *, refused: bool = False
     ) -> list[SequenceOutput]:
-        """End `sequences` with an error, and all others of their requests.
+        """End `sequences` with an error, and all other sequences of their requests.
 
-        Sequences that are released already get an output too: the one that told so was lost.
+        Already released sequences get an error output as well, because the output that reported their end was lost.
         """
         ended = dict.fromkeys(sequences)
         for request_id in dict.fromkeys(sequence.request.request_id for sequence in ended):
@@ -310,7 +316,7 @@ class EngineCore:
     # -- monitoring ---------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """The state of queues and cache."""
+        """Return the statistics of queues and cache."""
         scheduler, counts = self.scheduler, self._counts
         self._memory.refresh()
         prefix = scheduler.kv.prefix_cache
@@ -340,7 +346,7 @@ class EngineCore:
         )
 
     def check_integrity(self) -> None:
-        """Check the accounting of the cache, and that of the add-ons. Raises `IntegrityError`."""
+        """Check the accounting of the KV cache and of the add-ons. Raises `IntegrityError`."""
         self.scheduler.check_integrity()
         for addon in self.addons:
             addon.check_integrity(self.scheduler)
@@ -351,9 +357,9 @@ def _live(step: Step) -> list[Sequence]:
 
 
 def _maybe_scheduled(scheduler: Scheduler) -> list[Sequence]:
-    """The sequences that may have been part of a step that failed while it was scheduled.
+    """Return the sequences that may have caused a failure in `schedule`.
 
-    At least one, if there is any: the next step must not fail for the same reason forever.
+    Returns at least one if there is any; otherwise the next step could fail for the same reason forever.
     """
     touched = [*scheduler.running, *(sequence for sequence in scheduler.waiting if sequence.block_table)]
     return touched or list(islice(scheduler.waiting, 1))

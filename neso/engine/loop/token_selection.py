@@ -1,4 +1,4 @@
-"""From the logits of a step to the next tokens of its sequences."""
+"""Token selection: samples the next tokens of sequences from the logits of a step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from neso.generation.sampling_params import SamplingParams
 
 @runtime_checkable
 class TokenConstraint(Protocol):
-    """An add-on that limits the next tokens of sequences, such as guided decoding."""
+    """An add-on that constrains the next tokens of sequences, such as guided decoding."""
 
     def row_masks(
         self, step: Step, sequences: list[Sequence], drafts: list[Draft | None], num_drafts: list[int]
     ) -> RowMasks | None:
-        """Masks of the logits rows: sequence i has 1 + num_drafts[i]. None if no row is masked."""
+        """Return masks of the logits rows: sequence i has 1 + num_drafts[i]. None if no row is masked."""
 
     def accept_token(self, sequence: Sequence, token_id: int, *, ends: bool) -> bool:
-        """The next token of a sequence, which `ends` it or not; returns whether nothing can follow it.
+        """Process the next token of a sequence; returns whether no token can follow it.
 
-        Raises `RequestError`.
+        `ends`: the token ends the sequence. Raises `RequestError`.
         """
 
 
@@ -40,7 +40,7 @@ class DraftVerifier(Protocol):
     """An add-on that decides which draft tokens are accepted."""
 
     def verifies(self, step: Step) -> bool:
-        """Whether the tokens of a step are to be chosen by `verify`."""
+        """Whether the tokens of a step must be selected by `verify`."""
 
     def verify(
         self,
@@ -50,7 +50,7 @@ class DraftVerifier(Protocol):
         num_drafts: list[int],
         masks: RowMasks | None,
     ) -> list[tuple[list[SampledToken], list[int]]]:
-        """For each sequence its next tokens, at least one, and the indices of the draft tokens that were accepted."""
+        """Return for each sequence its next tokens (at least one) and the indices of the accepted draft tokens."""
 
 
 class TokenSelector:
@@ -68,7 +68,7 @@ class TokenSelector:
                 self._verifier = addon
 
     def select(self, step: Step, logits: Logits) -> list[SequenceOutput]:
-        """Sample for every sequence that reached its last known token; their rows of the logits come first."""
+        """Sample tokens for every sequence that reached its last known token; their logits rows come first."""
         sequences: list[Sequence] = []
         num_drafts: list[int] = []
         for scheduled in step.sampled:
@@ -94,7 +94,10 @@ class TokenSelector:
     def append_tokens(
         self, sequence: Sequence, position: int, tokens: list[SampledToken], num_drafts: int = 0
     ) -> SequenceOutput:
-        """Put tokens at `position`: the end, or where placeholders are. Tokens after one that ends it are dropped."""
+        """Write tokens at `position`: the end, or the position of placeholders.
+
+        Tokens after one that ends it are dropped.
+        """
         request = sequence.request
         if tokens[0].token_id == INVALID_TOKEN:
             self._scheduler.release(sequence)
@@ -147,7 +150,7 @@ class TokenSelector:
 
 
 def needs_sync_steps(params: SamplingParams) -> bool:
-    """Whether a token cannot be chosen on the device before the host knows the tokens before it."""
+    """Whether selecting a token on the device requires that the host knows the previous tokens."""
     return bool(
         params.num_sequences > 1
         or params.needs_token_scores

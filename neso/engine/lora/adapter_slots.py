@@ -18,8 +18,10 @@ class AdapterUse:
 
 
 class AdapterSlots:
-    """Running sequences hold the slots of their adapters. A slot without holders keeps its adapter until the slot is
-    needed for another adapter; the least recently used slot is replaced first.
+    """Assigns slots to adapters. Running sequences hold the slots of their adapters.
+
+    A slot without holders keeps its adapter until the slot is needed for another adapter; the least recently used slot
+    is replaced first.
 
     Adapters are identified by version, a positive number that is never reused. When an adapter waits for a slot, the
     least recently used slot admits no sequences queued behind it, so the slot drains and the adapter does not starve.

@@ -49,8 +49,9 @@ class _Known:
 
 
 class LoraManager(Addon):
-    """Manages the adapters of an engine. Used only by the engine thread; files are read and packed in a background
-    thread.
+    """Manages the adapters of an engine.
+
+    Used only by the engine thread; files are read and packed in a background thread.
 
     Every load creates a new version, which is part of the cache identity of its sequences, so blocks computed with
     other weights of the same name are never reused. A replaced or unloaded version stays until its last sequence ends.
@@ -75,12 +76,10 @@ class LoraManager(Addon):
     # -- names --------------------------------------------------------------------------------------------------
 
     def load(self, request: LoraRequest, watch: Watch | None = None) -> int:
-        """Start loading an adapter and return its version. The name keeps its current adapter until the new one is
-        loaded.
+        """Start loading an adapter and return its version.
 
-        `watch` is called when the load ends, with the error or None.
-
-        Raises `AdapterError` if the request has neither a path nor tensors.
+        The name keeps its current adapter until the new one is loaded. `watch` is called when the load ends, with the
+        error or None. Raises `AdapterError` if the request has neither a path nor tensors.
         """
         version = self._version_loading(request)
         if not version:

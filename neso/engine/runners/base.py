@@ -1,4 +1,4 @@
-"""The interface of runners, which execute the model's part of an engine step, and of encoder layer stacks."""
+"""Interfaces of runners, which execute the model in an engine step, and of encoder layer stacks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Capability = Literal[
 """Optional features of a runner:
 
 - lora: several adapters in a batch
-- input_embeddings: embedding rows given instead of token ids
+- input_embeddings: embedding rows instead of token ids
 - tree_attention: draft tokens that form a tree
 - hidden_states: final hidden states besides logits
 - attention_sinks: first tokens that stay visible in sliding-window layers
@@ -69,7 +69,7 @@ class LaunchedTokens(Protocol):
     """Sampled tokens of a step that may still be running."""
 
     def wait(self) -> npt.NDArray[np.int32]:
-        """One token per draw, int32[R]; INVALID_TOKEN for NaN logits. Raises the step's error if it failed."""
+        """Return one token per draw, int32[R]; INVALID_TOKEN for NaN logits. Raises the step's error if it failed."""
 
 
 class PackedAdapter(Protocol):
@@ -93,49 +93,50 @@ class Runner(ABC):
     can_overlap: ClassVar[bool] = False
     """Whether `launch` returns before the step has finished."""
     capabilities: frozenset[Capability] = frozenset()
-    """Optional features; requests that need others are rejected at admission."""
+    """Optional features; requests that need other features are rejected at admission."""
     window: AttentionWindow | None = None
-    """Largest attention window of any layer, None for full attention. Blocks outside of it are freed."""
+    """Largest attention window of any layer; None for full attention. Blocks outside the window are freed."""
 
     @abstractmethod
     def allocate_cache(self, layout: CacheLayout) -> None:
-        """Allocate the KV cache; once, before the first step."""
+        """Allocate the KV cache. Called once, before the first step."""
 
     @abstractmethod
     def cache_bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one KV cache block in all layers."""
+        """Return the size in bytes of one KV cache block in all layers."""
 
     @property
     def share_of_free_memory(self) -> float:
-        """Default fraction of free memory that the KV cache takes."""
+        """Default fraction of the free memory that is used for the KV cache."""
         return 0.25
 
     def free_memory(self) -> int:
-        """Bytes available for the KV cache: of the host, within the limits of its cgroup."""
+        """Return the bytes available for the KV cache: host memory within the limits of the cgroup."""
         return available_memory()
 
     def device_memory(self) -> int:
-        """Bytes allocated on a device other than the host."""
+        """Return the bytes allocated on a device other than the host."""
         return 0
 
     @abstractmethod
     def step(self, plan: StepPlan) -> Logits:
-        """Compute the new tokens, write their keys and values, return logits float32[R, vocab_size].
+        """Compute the new tokens, write their keys and values, and return logits float32[R, vocab_size].
 
         Row i belongs to plan.logits_rows[i]. The caller may change rows until the next step.
         """
 
     def hidden_states(self) -> Float32Array:
-        """Final hidden states of the last step, float32[H, hidden_size]; row i belongs to plan.hidden_rows[i].
+        """Return the final hidden states of the last step, float32[H, hidden_size].
 
-        For runners with "hidden_states". The caller may change them until the next step.
+        Row i belongs to plan.hidden_rows[i]. For runners with "hidden_states". The caller may change rows until the
+        next step.
         """
         raise NotImplementedError
 
     def choose(self, logits: Logits, draws: SamplingBatch) -> npt.NDArray[np.int32]:
-        """Sample a token for each of the first len(draws) rows of `step`'s logits, as `token_sampling.choose` does.
+        """Sample a token for each of the first len(draws) rows of `step`'s logits, like `token_sampling.choose`.
 
-        INVALID_TOKEN for rows with NaN logits. Runners override this with faster implementations.
+        Returns INVALID_TOKEN for rows with NaN logits. Runners override this with faster implementations.
         """
         return choose(logits[: len(draws)], draws)
 
@@ -144,9 +145,9 @@ class Runner(ABC):
         raise NotImplementedError
 
     def row_states(self, rows: list[int]) -> Float32Array:
-        """Final hidden states of logits rows of the last step, float32[len(rows), hidden_size].
+        """Return the final hidden states of logits rows of the last step, float32[len(rows), hidden_size].
 
-        Cheaper than `hidden_states`, since these rows are computed for their logits anyway.
+        Cheaper than `hidden_states`, because these rows are computed for their logits anyway.
         """
         raise NotImplementedError
 
@@ -159,7 +160,7 @@ class Runner(ABC):
 
 
 class SpecRunner(Runner):
-    """Executes any model that a `DecoderSpec` describes."""
+    """Executes any model described by a `DecoderSpec`."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         self.spec = spec
@@ -201,7 +202,7 @@ class LayerStack(ABC):
 
     @abstractmethod
     def run(self, x: Float32Array, starts: Int32Array) -> Float32Array:
-        """Output of the last layer for x float32[T, hidden], a flat batch without padding. May overwrite x.
+        """Return the output of the last layer for x float32[T, hidden], a flat batch without padding. May overwrite x.
 
         starts int32[S + 1]: sequence s has the tokens starts[s]:starts[s + 1], at least one.
         """

@@ -1,6 +1,6 @@
-"""Numpy layers that run on the host beside any runner: embeddings of encoders, image projectors, Medusa heads.
+"""NumPy layers that run on the host for any runner: embeddings of encoders, image projectors, Medusa heads.
 
-The reference runner has its own, plainer implementations of these functions and must not import this module.
+The reference runner has its own, simpler implementations of these functions and must not import this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from neso.engine.specs.encoder_spec import EncoderActivation
 Float32Array = npt.NDArray[np.float32]
 
 # Up to this many tokens, weights are multiplied in blocks of rows that fit the L2 cache: BLAS repacks the matrix for
-# large products, which does not pay off for few tokens. Measured with OpenBLAS, 1 to 128 tokens: up to 2 x faster.
+# large products, which does not pay off for few tokens. Measured with OpenBLAS, 1 to 128 tokens: up to 2x faster.
 _MAX_NARROW_TOKENS = 32
 _BLOCK_ROWS = 1024
 

@@ -1,4 +1,4 @@
-"""Runners by name, and loading a model with one of them."""
+"""Registry of runners by name, and loading of models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from neso.engine.weights.source import CheckpointError, TensorSource
 
 logger = logging.getLogger(__name__)
 
-# Name to module and class, fastest first: "auto" takes the first that fits the machine and can be imported.
+# Module and class by name, fastest first: "auto" selects the first that fits the machine and can be imported.
 RUNNERS = {
     "torch": ("neso.engine.runners.torch.runner", "TorchRunner"),
     "native": ("neso.engine.runners.native.runner", "NativeRunner"),
@@ -31,11 +31,11 @@ LAYER_STACKS = {
 }
 
 CheckLength = Callable[[int], int]
-"""From the model's maximum sequence length to the length to serve; may raise."""
+"""Maps the model's maximum sequence length to the length to serve; may raise."""
 
 
 class UnknownRunner(ValueError):
-    """There is no runner of that name, or it cannot run on this machine."""
+    """No runner has this name, or the runner cannot run on this machine."""
 
 
 def open_model(
@@ -47,10 +47,10 @@ def open_model(
 ) -> Runner:
     """Load a decoder with the runner of this name.
 
-    `config` describes the language model, if that is only a part of the checkpoint; default: `source.config`.
+    `config` describes the language model if it is only a part of the checkpoint; default: `source.config`.
 
-    "auto" falls back to the transformers runner for a model without a spec. `check_length` is called before the
-    weights are read. Raises what it raises, `UnsupportedModel`, `UnsupportedOption`, `UnknownRunner`,
+    "auto" falls back to the transformers runner for a model without a spec. `check_length` is called before the weights
+    are read. Raises the errors of `check_length`, and `UnsupportedModel`, `UnsupportedOption`, `UnknownRunner`,
     `CheckpointError`.
     """
     config = source.config if config is None else config
@@ -74,13 +74,13 @@ def open_model(
 
 
 def runner_class(name: str = "auto") -> type[SpecRunner]:
-    """The class of a runner, imported on first use. Raises `UnknownRunner`."""
+    """Return the class of a runner, imported on first use. Raises `UnknownRunner`."""
     found: type[SpecRunner] = _find(name, RUNNERS)
     return found
 
 
 def layer_stack_class(name: str = "auto") -> type[LayerStack]:
-    """The class that executes encoder layers, by the name of its runner. Raises `UnknownRunner`."""
+    """Return the class that executes encoder layers, by the name of its runner. Raises `UnknownRunner`."""
     found: type[LayerStack] = _find(name, LAYER_STACKS)
     return found
 

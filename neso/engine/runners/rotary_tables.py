@@ -27,14 +27,14 @@ _INITIAL_LENGTH = 1024
 
 
 class RotaryTable:
-    """Cosines and sines by position. Grows by doubling, since few sequences come near the maximum length."""
+    """Cosines and sines by position. Grows by doubling, because few sequences come near the maximum length."""
 
     def __init__(self, spec: RotarySpec) -> None:
         self._spec = spec
         self._cos, self._sin = self._compute(_INITIAL_LENGTH)
 
     def lookup(self, positions: Int32Array) -> tuple[Float32Array, Float32Array]:
-        """Cosines and sines for positions int32[T]: each float32[T, rotary_dim / 2]."""
+        """Return cosines and sines for positions int32[T]: each float32[T, rotary_dim / 2]."""
         length = int(positions.max()) + 1
         if length > len(self._cos):
             self._cos, self._sin = self._compute(1 << (length - 1).bit_length())
@@ -42,7 +42,7 @@ class RotaryTable:
 
     def _compute(self, length: int) -> tuple[Float32Array, Float32Array]:
         positions = np.arange(length)
-        # The product is float32, as in transformers: at far positions its rounding shows.
+        # The product is float32, as in transformers: at large positions its rounding is noticeable.
         angles = positions.astype(np.float32)[:, None] * inverse_frequencies(self._spec, positions)
         factor = np.float32(attention_factor(self._spec))
         return np.cos(angles) * factor, np.sin(angles) * factor
@@ -55,18 +55,18 @@ class RotaryTables:
         self._tables = {spec: RotaryTable(spec) for spec in dict.fromkeys(rotaries) if spec is not None}
 
     def index(self, spec: RotarySpec) -> int:
-        """Index of a rotation in the order of `lookup`."""
+        """Return the index of a rotation in the order of `lookup`."""
         return list(self._tables).index(spec)
 
     def lookup(self, positions: Int32Array) -> dict[RotarySpec, tuple[Float32Array, Float32Array]]:
-        """Cosines and sines of each rotation, see `RotaryTable.lookup`."""
+        """Return cosines and sines of each rotation, see `RotaryTable.lookup`."""
         return {spec: table.lookup(positions) for spec, table in self._tables.items()}
 
 
 def inverse_frequencies(spec: RotarySpec, positions: npt.NDArray[np.integer]) -> Float32Array:
-    """Radians per position for each pair of dimensions, float32[1 or T, rotary_dim / 2].
+    """Return radians per position for each pair of dimensions, float32[1 or T, rotary_dim / 2].
 
-    One row holds for all positions, except under dynamic scaling: there each position has its own row, see
+    One row is valid for all positions, except under dynamic scaling, where each position has its own row; see
     `_dynamic`.
     """
     scaling = spec.scaling
@@ -85,29 +85,29 @@ def inverse_frequencies(spec: RotarySpec, positions: npt.NDArray[np.integer]) ->
 
 
 def attention_factor(spec: RotarySpec) -> float:
-    """Multiplier of cosines and sines; 1 except for YaRN and LongRoPE."""
+    """Return the multiplier of cosines and sines; 1 except for YaRN and LongRoPE."""
     scaling = spec.scaling
     return scaling.attention_factor if isinstance(scaling, (YarnScaling, LongScaling)) else 1.0
 
 
 def _unscaled(spec: RotarySpec) -> Float32Array:
-    """theta ** (-2i / d), float32[d / 2] (RoFormer, arXiv 2104.09864)."""
+    """Return theta ** (-2i / d), float32[d / 2] (RoFormer, arXiv 2104.09864)."""
     return (1.0 / _wavelengths(spec)).astype(np.float32)
 
 
 def _wavelengths(spec: RotarySpec) -> Float32Array:
-    """theta ** (2i / d), float32[d / 2]: positions per radian."""
+    """Return theta ** (2i / d), float32[d / 2]: positions per radian."""
     exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
     wavelengths: Float32Array = (np.float32(spec.theta) ** exponents).astype(np.float32)
     return wavelengths
 
 
 def _dynamic(spec: RotarySpec, scaling: DynamicScaling, positions: npt.NDArray[np.integer]) -> Float32Array:
-    """Frequencies of each token for the base of a sequence that ends with it.
+    """Return the frequencies of each token for the base of a sequence that ends with it.
 
     transformers derives the base from the length of the whole batch at the time of the call, so the keys of a prompt
     depend on how it is chunked. Prefix caching, chunked prefill and recomputation after preemption require keys that
-    depend on token and position only. The result equals transformers for generated tokens and for prompts of at most
+    depend only on token and position. The result equals transformers for generated tokens and for prompts of at most
     `original_max_position` tokens, and differs for longer prompts.
     """
     lengths = np.maximum(positions.astype(np.float64) + 1, scaling.original_max_position)
@@ -118,7 +118,10 @@ def _dynamic(spec: RotarySpec, scaling: DynamicScaling, positions: npt.NDArray[n
 
 
 def _llama3(frequencies: Float32Array, scaling: Llama3Scaling) -> Float32Array:
-    """By rotations per original context: kept above high_freq_factor, divided by the factor below low_freq_factor."""
+    """Scale by rotations per original context.
+
+    Frequencies above high_freq_factor are kept, those below low_freq_factor are divided by the factor.
+    """
     rotations = scaling.original_max_position * frequencies / (2 * math.pi)
     ramp = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept: Float32Array = np.clip(ramp, 0.0, 1.0).astype(np.float32)
@@ -127,10 +130,10 @@ def _llama3(frequencies: Float32Array, scaling: Llama3Scaling) -> Float32Array:
 
 
 def _yarn(frequencies: Float32Array, spec: RotarySpec, scaling: YarnScaling) -> Float32Array:
-    """Equations 17-20 of the paper: extrapolate fast dimensions, interpolate slow ones, ramp between."""
+    """Apply equations 17-20 of the paper: extrapolate fast dimensions, interpolate slow ones, ramp between."""
 
     def dimension(rotations: float) -> float:
-        """The (fractional) pair of dimensions that rotates `rotations` times over the original context."""
+        """Return the (fractional) pair of dimensions that rotates `rotations` times over the original context."""
         wavelength = scaling.original_max_position / (rotations * 2 * math.pi)
         return spec.rotary_dim * math.log(wavelength) / (2 * math.log(spec.theta))
 

@@ -1,4 +1,4 @@
-"""Runs models without a spec: transformers' implementation of a model, with Neso's paged attention in its layers."""
+"""Runs models without a spec: the transformers implementation of a model, with Neso's paged attention in its layers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LayerAttention(Protocol):
         scale: float,
         cap: float,
     ) -> Tensor:
-        """queries[T, heads, D], keys[T, kv_heads, D], values[T, kv_heads, E] -> [T, heads, E]."""
+        """Compute queries[T, heads, D], keys[T, kv_heads, D], values[T, kv_heads, E] -> [T, heads, E]."""
 
 
 _active: ContextVar[LayerAttention] = ContextVar("attention of the step that runs")
@@ -47,7 +47,7 @@ _active: ContextVar[LayerAttention] = ContextVar("attention of the step that run
 
 @contextmanager
 def use_attention(attention: LayerAttention) -> Iterator[None]:
-    """Route attention of transformers' models in this context to `attention`."""
+    """Route attention of transformers models to `attention` within this context."""
     token = _active.set(attention)
     try:
         yield
@@ -66,7 +66,7 @@ def _forward_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query[1, heads, T, D], key and value [1, kv_heads, T, D] of a flat batch -> [1, T, heads, D]."""
+    """Compute query[1, heads, T, D], key and value [1, kv_heads, T, D] of a flat batch -> [1, T, heads, D]."""
     for name in ("s_aux", "position_bias"):
         if options.get(name) is not None:
             raise UnsupportedModel(f"attention with {name} is not supported for models run by transformers")
@@ -104,7 +104,7 @@ class PagedAttention:
 
 
 class HeadProbe:
-    """Records the head shapes of each layer for one token, since config.json has no common field for them."""
+    """Records the head shapes of each layer for one token, because config.json has no common field for them."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, HeadShape] = {}
@@ -125,7 +125,7 @@ class HeadProbe:
         return torch.zeros(*queries.shape[:2], values.shape[2], dtype=values.dtype, device=values.device)
 
 
-# Unsupported: frequencies would depend on the longest sequence of the batch.
+# Not supported, because frequencies would depend on the longest sequence of the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _KNOWN_LAYERS = ("full_attention", "sliding_attention")
 
@@ -148,12 +148,15 @@ class TransformersRunner(DeviceRunner):
         options: RunnerOptions = DEFAULT_OPTIONS,
         check_length: Callable[[int], object] = lambda length: None,
     ) -> TransformersRunner:
-        """`check_length`: see `open_model`. Raises `UnsupportedModel`, `UnsupportedOption`, `CheckpointError`."""
+        """Load a model. `check_length`: see `open_model`.
+
+        Raises `UnsupportedModel`, `UnsupportedOption`, `CheckpointError`.
+        """
         if options.quantization is not None:
             raise UnsupportedOption("models run by transformers cannot be quantized here")
         if options.max_attention_window_size is not None or options.sink_token_length:
             raise UnsupportedOption(
-                "models run by transformers have windows of their own; max_attention_window_size and "
+                "models run by transformers use their own attention windows; max_attention_window_size and "
                 "sink_token_length are not supported"
             )
         if not isinstance(source, Checkpoint):
@@ -174,7 +177,7 @@ class TransformersRunner(DeviceRunner):
         except UnsupportedModel:
             raise
         except (OSError, ValueError, KeyError) as error:
-            # Further lines of such messages are hints on installing other versions.
+            # Further lines of these messages are hints on installing other versions.
             reason = str(error).partition("\n")[0]
             raise CheckpointError(f"{source.directory}: transformers cannot load it: {reason}") from error
         logger.info("transformers runner: %s, %s", type(model).__name__, device)
@@ -195,7 +198,10 @@ class TransformersRunner(DeviceRunner):
 
     @torch.inference_mode()
     def _probe(self, num_layers: int) -> list[HeadShape]:
-        """Head shapes of each layer. Raises `UnsupportedModel` if layers have state other than keys and values."""
+        """Return the head shapes of each layer.
+
+        Raises `UnsupportedModel` if layers have state other than keys and values.
+        """
         probe, one = HeadProbe(), torch.ones(1, 1, dtype=torch.long, device=self.device)
         with use_attention(probe):
             self._model(input_ids=one, position_ids=one, use_cache=False)
@@ -208,7 +214,7 @@ class TransformersRunner(DeviceRunner):
 
 
 def check_config(config: Any) -> None:
-    """Raises `UnsupportedModel` for configs that would silently give wrong results in a flat batch."""
+    """Raises `UnsupportedModel` for configs that would silently produce wrong results in a flat batch."""
     name = config.model_type
     if getattr(config, "max_position_embeddings", None) is None:
         raise UnsupportedModel(f"{name}: config field 'max_position_embeddings' is missing")

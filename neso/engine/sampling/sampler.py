@@ -40,8 +40,9 @@ class SampledToken:
 
 
 def sampling_batch(states: list[SamplingState], masks: RowMasks | None = None) -> SamplingBatch:
-    """Return the parameters for sampling the next token of each sequence. Draws a random number for each non-greedy
-    sequence.
+    """Return the parameters for sampling the next token of each sequence.
+
+    Draws a random number for each non-greedy sequence.
     """
     uniforms = np.array([0.0 if state.params.greedy else state.uniform() for state in states])
     top_p = [state.top_p for state in states]

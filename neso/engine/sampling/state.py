@@ -256,8 +256,9 @@ def adjust(row: Row, state: SamplingState) -> None:
 
 
 def _repetition(row: Row, state: SamplingState) -> None:
-    """Apply the repetition penalty: divide positive logits of seen tokens, multiply negative ones (CTRL,
-    arXiv:1909.05858, 4.1).
+    """Apply the repetition penalty: divide positive logits of seen tokens, multiply negative ones.
+
+    CTRL, arXiv:1909.05858, section 4.1.
     """
     seen = state.prompt_ids.union(state.output_counts)
     ids = np.fromiter(seen, np.int64, len(seen))

@@ -1,5 +1,6 @@
-"""Reference implementation of each runner's `choose`: draws tokens from filtered distributions for all rows of
-a batch.
+"""Draws tokens from filtered distributions for all rows of a batch.
+
+This is the reference implementation of each runner's `choose`.
 """
 
 from __future__ import annotations

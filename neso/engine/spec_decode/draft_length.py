@@ -81,9 +81,7 @@ class DraftLength:
         self._propose_seconds += _SMOOTHING * (seconds / length - self._propose_seconds)
 
     def observe_step(self, num_decoding: int, num_drafts: int, seconds: float) -> None:
-        """Record the number of decoding sequences, the number of draft tokens and the duration of a step without
-        prompts.
-        """
+        """Record a step without prompts: number of decoding sequences and of draft tokens, and the duration."""
         if num_decoding:
             self._cost.add(num_decoding + num_drafts, seconds)
 

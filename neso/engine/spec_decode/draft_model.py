@@ -32,8 +32,9 @@ gets drafts in a later step.
 
 @dataclass(slots=True)
 class _Work:
-    """New tokens of a sequence for the draft model, starting at a position. `draft`: the draft to extend; None to only
-    catch up.
+    """New tokens of a sequence for the draft model, starting at a position.
+
+    `draft`: the draft to extend; None to only catch up.
     """
 
     sequence: Sequence
@@ -45,7 +46,7 @@ class _Work:
 
 
 class DraftModelProposer(Proposer):
-    """Runs a draft model beside the model; `vocab_size` is the vocabulary size of the model.
+    """Runs a draft model in the same steps as the model; `vocab_size` is the vocabulary size of the model.
 
     With `probabilistic`, draft tokens of requests with a temperature are sampled with the parameters of the request.
     """

@@ -28,6 +28,7 @@ MAX_VOCAB_PADDING = 1024
 
 def load_draft_runner(config: EngineConfig, runner: Runner) -> Runner | None:
     """Load the draft model named by the options, with the same settings as the model; None without a draft model.
+
     Raises `EngineError`.
     """
     options = config.speculation
@@ -50,8 +51,9 @@ def load_draft_runner(config: EngineConfig, runner: Runner) -> Runner | None:
 
 
 def _check_window(model: AttentionWindow | None, draft: AttentionWindow | None) -> None:
-    """Check that the draft model needs no blocks outside the model's window, because those are freed. Raises
-    `EngineError`.
+    """Check that the draft model needs no blocks outside the model's window, because those are freed.
+
+    Raises `EngineError`.
     """
     if model is not None and (draft is None or draft.size > model.size or draft.sinks > model.sinks):
         raise EngineError(

@@ -50,8 +50,9 @@ class NgramIndex:
         self._indexed = shortest - 1
 
     def find(self, tokens: list[int]) -> int | None:
-        """Return the position after the best match of the last tokens. `tokens` must start with the tokens of the
-        previous call.
+        """Return the position after the best match of the last tokens.
+
+        `tokens` must start with the tokens of the previous call.
         """
         size, ends = self._shortest, self._ends
         # Do not index the last n-gram, because it would match itself.

@@ -39,8 +39,9 @@ class Proposer:
         raise NotImplementedError
 
     def complete(self, step: Step) -> None:
-        """Fill in draft tokens. Called before every step, after scheduling: drafts may have been cut, and blocks are
-        allocated.
+        """Fill in draft tokens.
+
+        Called before every step, after scheduling: drafts may have been cut, and blocks are allocated.
         """
 
     def observe(self, sequences: list[Sequence], verified: list[Verified]) -> None:
@@ -48,7 +49,7 @@ class Proposer:
 
 
 class SpeculativeDecoding(Addon):
-    """Verifies the drafts supplied with requests, and those of a proposer if there is one.
+    """Verifies the drafts supplied with requests and, if there is a proposer, the drafts that it proposes.
 
     A draft never fails a request: if a proposer raises, no more drafts are proposed.
     """

@@ -1,4 +1,4 @@
-"""Fields of config.json that several model families share."""
+"""Fields of config.json shared by several model families."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Heads:
 
 
 def read_heads(config: ConfigReader, kv_heads: int | None = None, head_dim: int | None = None) -> Heads:
-    """Defaults are the family's; None: as many key-value heads as query heads, head_dim = hidden_size / heads."""
+    """Read the attention heads. Defaults are the family's.
+
+    None: as many key-value heads as query heads, head_dim = hidden_size / heads.
+    """
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", kv_heads or num_heads)
@@ -83,7 +86,7 @@ def read_activation(config: ConfigReader, field: str = "hidden_act", default: st
 
 
 def read_rotary(config: ConfigReader, head_dim: int, default_length: int) -> tuple[RotarySpec, int]:
-    """The rotary embedding, and the maximum sequence length in tokens.
+    """Return the rotary embedding, and the maximum sequence length in tokens.
 
     The length is `max_position_embeddings`, except for dynamic scaling, where that field is the length before scaling.
     """
@@ -95,7 +98,7 @@ def read_rotary(config: ConfigReader, head_dim: int, default_length: int) -> tup
 
 
 def read_window_layers(config: ConfigReader, num_layers: int, period: int) -> tuple[bool, ...]:
-    """For each layer, whether it has a window: from `layer_types`, else all but every `period`-th layer."""
+    """Return for each layer whether it has a window: from `layer_types`, else all but every `period`-th layer."""
     if not config.has("layer_types"):
         return tuple((layer + 1) % period != 0 for layer in range(num_layers))
     kinds = config.strings("layer_types", num_layers)
@@ -114,7 +117,10 @@ def require_value(config: ConfigReader, field: str, supported: object) -> None:
 
 
 def read_qwen_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Windows of Qwen 2 and 3, from `layer_types` or `max_window_layers`; none unless `use_sliding_window`."""
+    """Return the windows of Qwen 2 and 3, from `layer_types` or `max_window_layers`.
+
+    There are none unless `use_sliding_window` is set.
+    """
     enabled = config.boolean("use_sliding_window", False)
     window = config.integer("sliding_window", 4096) if enabled and _window_given(config) else None
     if not config.has("layer_types"):
@@ -130,7 +136,7 @@ def read_qwen_windows(config: ConfigReader, num_layers: int) -> tuple[int | None
 
 
 def _window_given(config: ConfigReader) -> bool:
-    """An absent `sliding_window` takes the default; an explicit null disables the window."""
+    """Whether a window applies: an absent `sliding_window` means the default, an explicit null disables the window."""
     return config.has("sliding_window") or not config.mentions("sliding_window")
 
 
@@ -139,7 +145,7 @@ QUANT_METHODS = ("gptq", "awq", "fp8", "compressed-tensors", "fbgemm_fp8")
 
 
 def check_quantization(config: ConfigReader) -> None:
-    """Raise `UnsupportedModel` for a quantization method that cannot be read."""
+    """Raise `UnsupportedModel` for an unsupported quantization method."""
     if not config.has("quantization_config"):
         return
     method = config.section("quantization_config").value("quant_method")

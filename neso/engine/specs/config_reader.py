@@ -8,7 +8,7 @@ from typing import Any
 
 
 class SpecError(ValueError):
-    """config.json describes no supported model. The message names the field and is meant for users."""
+    """config.json does not describe a supported model. The message names the field and is meant for users."""
 
 
 class InvalidConfig(SpecError):
@@ -22,8 +22,8 @@ class UnsupportedModel(SpecError):
 class ConfigReader:
     """Reads the fields of one JSON object.
 
-    An absent or null field takes the default; without a default it is required. Every method raises
-    `InvalidConfig` for a value of another type or outside the bounds.
+    An absent or null field returns the default; without a default it is required. Every method raises `InvalidConfig`
+    for a value of another type or outside the bounds.
     """
 
     def __init__(self, values: Mapping[str, Any], within: str = "") -> None:
@@ -39,16 +39,16 @@ class ConfigReader:
         return self._within.rstrip(".")
 
     def with_default(self, field: str, value: Any) -> ConfigReader:
-        """A copy with a value for a field that is absent or null."""
+        """Return a copy with a value for a field that is absent or null."""
         return self if self.has(field) else ConfigReader({**self._values, field: value}, self._within)
 
     def without(self, *fields: str) -> ConfigReader:
-        """A copy without these fields."""
+        """Return a copy without these fields."""
         kept = {field: value for field, value in self._values.items() if field not in fields}
         return ConfigReader(kept, self._within)
 
     def renamed(self, names: Mapping[str, str]) -> ConfigReader:
-        """A copy with fields renamed by the mapping old name -> new name."""
+        """Return a copy with fields renamed by the mapping old name -> new name."""
         values = {names.get(field, field): value for field, value in self._values.items()}
         return ConfigReader(values, self._within)
 
@@ -60,15 +60,15 @@ class ConfigReader:
         return field in self._values
 
     def value(self, field: str) -> Any:
-        """The raw value; None if absent."""
+        """Return the raw value; None if absent."""
         return self._values.get(field)
 
     def nests_objects(self) -> bool:
-        """Whether any field holds a JSON object."""
+        """Whether the value of any field is a JSON object."""
         return any(isinstance(value, Mapping) for value in self._values.values())
 
     def invalid(self, field: str, problem: str) -> InvalidConfig:
-        """An error about a field, to be raised by the caller."""
+        """Return an error about a field, to be raised by the caller."""
         return InvalidConfig(f"config field '{self._within}{field}' {problem}")
 
     def integer(self, field: str, default: int | None = None, minimum: int = 1) -> int:
@@ -82,7 +82,7 @@ class ConfigReader:
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A finite positive number."""
+        """Return a finite positive number."""
         value = self._get(field, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.invalid(field, f"must be a number, not {value!r}")
@@ -107,7 +107,7 @@ class ConfigReader:
         return value
 
     def strings(self, field: str, length: int) -> tuple[str, ...]:
-        """A list of exactly `length` strings."""
+        """Return a list of exactly `length` strings."""
         value = self._get(field, None)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.invalid(field, f"must be a list of strings, not {value!r}")
@@ -116,21 +116,21 @@ class ConfigReader:
         return tuple(value)
 
     def integers(self, field: str) -> tuple[int, ...]:
-        """A list of integers, empty by default."""
+        """Return a list of integers, empty by default."""
         value = self._get(field, [])
         if not isinstance(value, list) or not all(type(item) is int for item in value):
             raise self.invalid(field, f"must be a list of integers, not {value!r}")
         return tuple(value)
 
     def numbers(self, field: str, length: int) -> tuple[float, ...]:
-        """A list of exactly `length` finite positive numbers."""
+        """Return a list of exactly `length` finite positive numbers."""
         value = self._get(field, None)
         if not isinstance(value, list) or len(value) != length:
             raise self.invalid(field, f"must be a list of {length} numbers")
         return tuple(ConfigReader({field: item}, self._within).number(field) for item in value)
 
     def section(self, field: str) -> ConfigReader:
-        """A reader of the JSON object in `field`."""
+        """Return a reader of the JSON object in `field`."""
         return ConfigReader(self._get(field, None), f"{self._within}{field}.")
 
     def _get(self, field: str, default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A decoder-only transformer as data: the description that runners execute, and the tensors that it consists of."""
+"""A decoder-only transformer as data: the specification executed by runners, and the tensors of the model."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TensorPart:
     - name: tensor name; "{layer}" is replaced by the layer index
     - transposed: the tensor is stored [inputs, outputs] instead of [outputs, inputs]
     - paired: head_dim, if the checkpoint rotates interleaved pairs (2i, 2i + 1); the rows are reordered to the
-      half-split order (i, i + head_dim / 2) that runners use. 0: no reordering
+      half-split order (i, i + head_dim / 2) used by runners. 0: no reordering
     """
 
     name: str
@@ -96,7 +96,7 @@ class TensorPart:
     paired: int = 0
 
     def rows(self) -> slice | npt.NDArray[np.intp]:
-        """Row indices of the part, in order; a slice if they are contiguous."""
+        """Return the row indices of the part, in order; a slice if they are contiguous."""
         if self.groups == 1 and not self.paired:
             return slice(self.begin, self.end)
         starts = np.arange(self.groups)[:, None] * (self.outputs // self.groups)
@@ -107,7 +107,7 @@ class TensorPart:
 
 
 TensorLocation = str | TensorPart
-"""A checkpoint tensor, or a part of one."""
+"""A checkpoint tensor or a part of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ class DecoderSpec:
         return AttentionWindow(max(windows), self.sink_tokens)
 
     def for_length(self, length: int) -> DecoderSpec:
-        """The spec for sequences of at most `length` tokens; LongRoPE chooses its factors by this."""
+        """Return the spec for sequences of at most `length` tokens; the length selects LongRoPE's factors."""
         rotaries = tuple(rotary and rotary.for_length(length) for rotary in self.rotaries)
         return replace(self, rotaries=rotaries)
 
@@ -221,14 +221,14 @@ class DecoderSpec:
         return self.experts is not None and self.experts.layers[layer]
 
     def tensor_name(self, role: Role, layer: int | None = None, expert: int | None = None) -> str:
-        """Name of the checkpoint tensor that holds a role; `layer` and `expert` for roles that repeat."""
+        """Return the name of the checkpoint tensor that holds a role; `layer` and `expert` for roles that repeat."""
         location = self.tensor_names[role]
         name = location if isinstance(location, str) else location.name
         return name.format(layer=layer, expert=expert)
 
 
 def model_shapes(spec: DecoderSpec) -> dict[Role, Shape]:
-    """Shapes of the tensors outside the layers. With tied embeddings there is no lm_head."""
+    """Return the shapes of the tensors outside the layers. With tied embeddings there is no lm_head."""
     shapes: dict[Role, Shape] = {
         "embedding": (spec.vocab_size, spec.hidden_size),
         "final_norm": (spec.hidden_size,),
@@ -245,7 +245,7 @@ def model_shapes(spec: DecoderSpec) -> dict[Role, Shape]:
 
 
 def layer_shapes(spec: DecoderSpec, layer: int = 0) -> dict[Role, Shape]:
-    """Shapes of the tensors of a layer, of one expert for expert roles. Matrices are [outputs, inputs]."""
+    """Return the shapes of the tensors of a layer; of one expert for expert roles. Matrices are [outputs, inputs]."""
     hidden = spec.hidden_size
     query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes: dict[Role, Shape] = {
@@ -300,7 +300,7 @@ def _experts_shapes(spec: DecoderSpec) -> dict[Role, Shape]:
 
 
 def all_tensors(spec: DecoderSpec) -> Iterator[tuple[Role, int | None, int | None, Shape]]:
-    """(role, layer, expert, shape) of every tensor of the model."""
+    """Yield (role, layer, expert, shape) of every tensor of the model."""
     for role, shape in model_shapes(spec).items():
         yield role, None, None, shape
     for layer in range(spec.num_layers):
@@ -313,11 +313,11 @@ def all_tensors(spec: DecoderSpec) -> Iterator[tuple[Role, int | None, int | Non
 def limit_attention(
     spec: DecoderSpec, max_attention_window_size: int | list[int] | None, sink_token_length: int
 ) -> DecoderSpec:
-    """The spec with windows of at most `max_attention_window_size` tokens, and with attention sinks.
+    """Return the spec with windows of at most `max_attention_window_size` tokens, and with attention sinks.
 
-    A list gives one size per layer and is repeated if it is shorter. The first `sink_token_length` tokens of a
-    sequence stay visible in layers with a window; positions do not change. Raises `ValueError` for a size below 1,
-    or for sinks without any window.
+    A list gives one size per layer and is repeated if it is shorter. The first `sink_token_length` tokens of a sequence
+    stay visible in layers with a window; positions do not change. Raises `ValueError` for a size below 1, or for sinks
+    without any window.
     """
     if max_attention_window_size is not None:
         sizes = (

@@ -15,7 +15,7 @@ VisionRole = Literal["class_token", "patches", "positions", "first_norm"]
 EncoderActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 
 ACTIVATIONS: dict[str, EncoderActivation] = {**DECODER_ACTIVATIONS, "quick_gelu": "quick_gelu"}
-"""By Hugging Face's names."""
+"""Activations by Hugging Face's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def require_absolute_positions(config: ConfigReader) -> None:
 def read_classifier(
     config: ConfigReader, dense: str, out: str, activation: Literal["tanh", "relu"] = "tanh"
 ) -> ClassifierSpec | None:
-    """The classifier of a "...ForSequenceClassification" architecture; None for other architectures."""
+    """Return the classifier of a "...ForSequenceClassification" architecture; None for other architectures."""
     architectures = config.value("architectures") or []
     if not any(str(name).endswith("ForSequenceClassification") for name in architectures):
         return None

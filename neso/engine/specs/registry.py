@@ -1,4 +1,4 @@
-"""From config.json to the spec of a model, by the names of architectures."""
+"""Maps config.json to the spec of a model, by architecture name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from neso.engine.specs.config_reader import ConfigReader, UnsupportedModel
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.encoder_spec import EncoderSpec
 
-# Architecture (config.json's `architectures`) to "module.function" in neso/engine/specs/families; modules are
-# imported on first use. The function's name is the family's `model_type`, if that is not in `_OTHER_MODEL_TYPES`.
+# Architecture (config.json's `architectures`) to "module.function" in neso/engine/specs/families; modules are imported
+# on first use. The function's name is the family's `model_type`, unless that is in `_OTHER_MODEL_TYPES`.
 ARCHITECTURES = {
     "CohereForCausalLM": "cohere.cohere",
     "Cohere2ForCausalLM": "cohere.cohere2",
@@ -55,7 +55,7 @@ _ENCODER_FAMILIES = {
     "Camembert": "roberta",
     "DistilBert": "distilbert",
 }
-# The head of a masked language model is ignored: only its layers are used.
+# The head of a masked language model is ignored, because only its layers are used.
 _ENCODER_HEADS = ("Model", "ForSequenceClassification", "ForMaskedLM")
 ENCODER_ARCHITECTURES = {
     family + head: function for family, function in _ENCODER_FAMILIES.items() for head in _ENCODER_HEADS
@@ -64,7 +64,7 @@ ENCODER_ARCHITECTURES = {
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of the decoder that a config.json describes.
+    """Return the spec of the decoder described by a config.json.
 
     Raises `UnsupportedModel` for an unknown architecture or feature, `InvalidConfig` for an invalid field.
     """
@@ -76,7 +76,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def encoder_spec(config: Mapping[str, Any]) -> EncoderSpec | None:
-    """The spec of the text encoder that a config.json describes; None if it describes another kind of model.
+    """Return the spec of the text encoder described by a config.json; None if it describes another kind of model.
 
     Raises `UnsupportedModel` for an unsupported feature, `InvalidConfig` for an invalid field.
     """
@@ -89,14 +89,14 @@ def encoder_spec(config: Mapping[str, Any]) -> EncoderSpec | None:
 
 
 def has_head(config: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint has an LM head; "MistralModel", for example, has layers only, for embeddings."""
+    """Whether the checkpoint has an LM head; "MistralModel", for example, has only layers, for embeddings."""
     listed = config.get("architectures")
     name = str(listed[0]) if isinstance(listed, list) and listed else ""
     return name in ARCHITECTURES or not name.endswith("Model")  # "GPT2LMHeadModel" is in ARCHITECTURES.
 
 
 def is_embedding_model(checkpoint: Path | str) -> bool:
-    """Whether a directory holds an encoder or a decoder without LM head; False if it is no checkpoint directory."""
+    """Whether a directory holds an encoder or a decoder without LM head; False if it is not a checkpoint directory."""
     try:
         config = json.loads((Path(checkpoint) / "config.json").read_bytes())
     except (OSError, ValueError):

@@ -54,8 +54,8 @@ class LongScaling:
     """LongRoPE (arXiv 2402.13753): the frequency of each pair of dimensions is divided by its own factor.
 
     Short factors are for sequences of at most `original_max_position` tokens, long factors for longer ones. Keys
-    computed with one set do not match queries computed with the other, so all sequences use the same set: the long
-    one if `extended`. Cosines and sines are multiplied by `attention_factor`.
+    computed with one set do not match queries computed with the other, so all sequences use the same set: the long one
+    if `extended`. Cosines and sines are multiplied by `attention_factor`.
     """
 
     short_factors: tuple[float, ...]
@@ -81,7 +81,7 @@ class RotarySpec:
     scaling: RotaryScaling | None
 
     def for_length(self, length: int) -> RotarySpec:
-        """The rotation for sequences of at most `length` tokens: LongRoPE's short factors if they suffice."""
+        """Return the rotation for sequences of at most `length` tokens: LongRoPE's short factors if they suffice."""
         scaling = self.scaling
         if isinstance(scaling, LongScaling) and length <= scaling.original_max_position:
             return replace(self, scaling=replace(scaling, extended=False))
@@ -101,7 +101,7 @@ class RotarySpec:
     def from_section(
         cls, config: ConfigReader, rope: ConfigReader, head_dim: int, max_position: int
     ) -> RotarySpec:
-        """Read the object `rope`; fields that it lacks are taken from `config`."""
+        """Read the object `rope`; fields missing in it are taken from `config`."""
         if rope.nests_objects() or rope.has("mrope_section"):
             raise UnsupportedModel(
                 f"config field {rope.name!r} asks for several rotary embeddings, which is not supported"
@@ -189,7 +189,7 @@ def _read_yarn(rope: ConfigReader, original: int, max_position: int) -> YarnScal
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """Square root of 1/t in equation 22 of YaRN; DeepSeek's `mscale` pair changes its slope."""
+    """Return the square root of 1/t in equation 22 of YaRN; DeepSeek's `mscale` pair changes its slope."""
 
     def slope(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0

@@ -1,4 +1,4 @@
-"""Validation and normalization of chat messages for chat templates."""
+"""Validates and normalizes chat messages for chat templates."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_LEVELS = 100
 """Maximum nesting of lists and objects in a message."""
 IMAGE_TOKEN = "<image>"
-"""Placeholder of an image in a content that is one string: LLaVA's token, which templates for parts print too."""
+"""Placeholder of an image in string content: LLaVA's token, which is also printed by templates that accept parts."""
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the messages in the form that templates expect, made of plain JSON values.
+    """Return copies of the messages in the form that templates expect, made of plain JSON values.
 
-    - Null fields are removed: templates test for the presence of a field.
+    - Null fields are removed, because templates test for the presence of a field.
     - `tool_calls[].function.arguments` are decoded if they are JSON text.
     - Reasoning is set under each of the names that templates read.
     - A list content has parts {"type": "text", "text": …} and {"type": "image"}.
@@ -35,9 +35,9 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def plain(value: Any, field: str, where: str, levels: int = MAX_LEVELS) -> Any:
-    """A copy of a JSON value made of plain dicts, lists and scalars.
+    """Return a copy of a JSON value made of plain dicts, lists and scalars.
 
-    Templates can call methods of their arguments, therefore other types are rejected. Raises `InvalidParameter`.
+    Templates can call methods of their arguments, so other types are rejected. Raises `InvalidParameter`.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -54,7 +54,7 @@ def plain(value: Any, field: str, where: str, levels: int = MAX_LEVELS) -> Any:
 
 
 def flatten_content(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its content parts joined to one string by newlines."""
+    """Return the message with its content parts joined by newlines."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -62,7 +62,7 @@ def flatten_content(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_content(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its string content as a list of one part."""
+    """Return the message with its string content as a list of one part."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -70,7 +70,7 @@ def split_content(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its tool calls as JSON text."""
+    """Return the message with the arguments of its tool calls as JSON text."""
     calls = []
     for call in message["tool_calls"]:
         function = call.get("function")
@@ -131,7 +131,7 @@ def _part_text(part: Any, where: str) -> str:
 def _parse_arguments(tool_calls: Any, where: str) -> None:
     """Decode arguments that are JSON text, in place.
 
-    Text that is not a JSON object is kept: it can be the output of a model, and most templates can quote it.
+    Text that is not a JSON object is kept: it may be model output, and most templates can quote it.
     """
     if not isinstance(tool_calls, list) or not all(isinstance(call, dict) for call in tool_calls):
         raise InvalidParameter("messages", f"tool_calls of {where} must be a list of objects")

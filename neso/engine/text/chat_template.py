@@ -1,4 +1,4 @@
-"""Chat templates: chat messages to the prompt of a model."""
+"""Chat templates: render chat messages as the prompt of a model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from neso.generation import InvalidParameter
 
 MAX_PROMPT_CHARS = 64 * 1024 * 1024
 MAX_SECONDS = 10.0
-"""Limits of one rendering. They are checked after each piece of output; a loop without output is bounded only by the
-sandbox's limit of 100,000 for `range`."""
+"""Limits of one rendering: characters of the prompt and seconds. They are checked after each piece of output; a loop
+without output is only limited by the sandbox's limit of 100,000 for `range`.
+"""
 
 _CONTINUE_MARK = "\ue000continue here\ue001 "
 """Private use characters, which no template contains. The space at the end shows whether the template trims."""
@@ -57,7 +58,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for `messages`.
+        """Render the prompt for `messages`.
 
         `variables` are passed to the template (`documents`, `enable_thinking`, …), except two: `chat_template` selects
         one of the model's templates by name; `continue_final_message` leaves the last message open, so that the model
@@ -121,16 +122,16 @@ class _Compiled:
     special_tokens: Mapping[str, str]
 
     def adapt(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its content and tool call arguments in the form that the template supports."""
+        """Return the message with its content and tool-call arguments in the form that the template supports."""
         if "tool_calls" in message and self._takes_arguments_as_text:
             message = with_arguments_as_text(message)
         if isinstance(message.get("content"), list):
             return message if self._takes_parts else flatten_content(message)
-        # Some templates of multimodal models print nothing for a content that is a string.
+        # Some templates of multimodal models print nothing for string content.
         return split_content(message) if self._takes_only_parts else message
 
     def run(self, arguments: Mapping[str, Any]) -> str:
-        """Render within the limits of time and size. Raises `OverflowError`."""
+        """Render within the time and size limits. Raises `OverflowError`."""
         deadline = time.monotonic() + MAX_SECONDS
         pieces: list[str] = []
         size = 0
@@ -143,7 +144,7 @@ class _Compiled:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template iterates over content parts: otherwise it fails or prints the repr of the list."""
+        """Whether the template iterates over content parts. Other templates fail or print the repr of the list."""
         printed = self._try([{"type": "text", "text": _PROBE}])
         return _PROBE in printed and "'type'" not in printed and '"type"' not in printed
 
@@ -160,7 +161,7 @@ class _Compiled:
         return f'"{_PROBE}"' in self._try_messages(_calls(f'{{"{_PROBE}": 1}}'))
 
     def _try(self, content: Any) -> str:
-        """Rendering of one user message; "" if the template fails."""
+        """Render one user message; "" if the template fails."""
         return self._try_messages([{"role": "user", "content": content}])
 
     def _try_messages(self, messages: list[dict[str, Any]]) -> str:
@@ -172,7 +173,7 @@ class _Compiled:
 
 
 def _calls(arguments: Any) -> list[dict[str, Any]]:
-    """A chat with a function call, in the order of roles that most templates require."""
+    """Return a chat with a function call, in the order of roles that most templates require."""
     call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return [
         {"role": "user", "content": "a"},
@@ -182,7 +183,7 @@ def _calls(arguments: Any) -> list[dict[str, Any]]:
 
 
 def _mark_end(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with a mark after its text, at which the prompt is cut."""
+    """Return the message with a mark after its text, at which the prompt is cut."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": content + _CONTINUE_MARK}
@@ -202,15 +203,15 @@ def _cut_at_mark(prompt: str) -> str:
 
 
 MAX_REPEAT = 1_000_000
-"""Maximum length of a string or list that a template makes by multiplication."""
+"""Maximum length of a string or list created by multiplication in a template."""
 
 
 class TemplateRejection(jinja2.TemplateError):
-    """The template rejected the messages by `raise_exception`."""
+    """The template rejected the messages with `raise_exception`."""
 
 
 def make_environment() -> ChatTemplateEnvironment:
-    """An environment with the filters, tags and globals of `transformers`' `apply_chat_template`."""
+    """Create an environment with the filters, tags and globals of `transformers`' `apply_chat_template`."""
     environment = ChatTemplateEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -230,7 +231,7 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """`left operator right`. Raises `OverflowError` if the result is too big."""
+        """Compute `left operator right`. Raises `OverflowError` if the result is too large."""
         if operator == "**" and not (abs(left) <= 2**64 and abs(right) <= 64):
             raise OverflowError(f"{left} ** {right} is too big")
         if operator == "*":
@@ -275,7 +276,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """`tojson` without jinja2's HTML escaping, which models are not trained on."""
+    """Implement `tojson` without jinja2's HTML escaping, on which models are not trained."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -295,7 +296,7 @@ class _TemplateNamespace(Namespace):
     """`namespace(…)` in templates, without names that access Python internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args  # allows namespace(self=…), as jinja2's own
+        self, *rest = args  # allows namespace(self=…), like jinja2's own
         values = dict(*rest, **kwargs)
         for name in values:
             _check_name(name)

@@ -1,12 +1,13 @@
-"""Incremental detokenization: token ids to text while they are generated.
+"""Incremental detokenization: converts token ids to text while they are generated.
 
 Most tokenizers of language models decode token by token: the text is the concatenated bytes of the tokens, decoded as
-UTF-8. For these the bytes of each token are cached (`TokenPieces`); others decode a window of tokens with the library.
+UTF-8. For these, the bytes of each token are cached (`TokenPieces`); for others, the library decodes a window of
+tokens.
 
 Time per token, one at a time, on one Xeon core: byte-level: PieceDetokenizer 0.3 µs, WindowDetokenizer 2.2, the
 library's DecodeStream 0.6; Llama style: 0.3, 3.0, 1.3; WordPiece: WindowDetokenizer 3.5, DecodeStream 2.1. DecodeStream
-is not used: it buffers while the text ends in U+FFFD, so stray bytes make it quadratic; it raises when such bytes
-change the text of its window; and it has no flush.
+is not used, because it buffers while the text ends in U+FFFD, so stray bytes make it quadratic; it raises when such
+bytes change the text of its window; and it has no flush.
 """
 
 from __future__ import annotations
@@ -26,42 +27,43 @@ if TYPE_CHECKING:
 
 REPLACEMENT = "\ufffd"
 MAX_CHAR_TOKENS = 4
-"""Maximum number of tokens of one character: UTF-8 has at most 4 bytes."""
+"""Maximum number of tokens of one character: UTF-8 uses at most 4 bytes."""
 
 
 class Detokenizer(Protocol):
     """Incremental text of one sequence.
 
-    The texts that `add` and `finish` return, joined, equal the decoding of all tokens at once.
+    The concatenated results of `add` and `finish` equal the decoding of all tokens at once.
     """
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Text that `token_ids` complete; empty while a character is incomplete."""
+        """Return the text completed by `token_ids`; empty while a character is incomplete."""
 
     def finish(self) -> str:
-        """The remaining text: U+FFFD if the sequence ended within a character, else ""."""
+        """Return the remaining text: U+FFFD if the sequence ended within a character, otherwise ""."""
 
 
 class PieceDetokenizer:
     """For tokenizers that decode token by token (byte-level, byte-fallback, Metaspace): joins bytes as UTF-8.
 
     It differs from the library in one case: in a run of byte-fallback tokens that is not UTF-8, the library replaces
-    every byte, also of complete characters. These can be sent already (newline is such a token in Llama 2, and a stop
-    string on it must act at once), so here only the invalid bytes become U+FFFD, as in byte-level tokenizers.
+    every byte, including those of complete characters. Complete characters may have been sent already (newline is such
+    a token in Llama 2, and a stop string on it must match at once), so only the invalid bytes become U+FFFD, as in
+    byte-level tokenizers.
     """
 
     def __init__(
         self, pieces: TokenPieces, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
     ) -> None:
-        """With `prompt_token_ids` the text is a continuation: it keeps the leading space of its first word.
+        """With `prompt_token_ids`, the text is a continuation: it keeps the leading space of its first word.
 
-        A character whose first bytes are in the prompt is returned whole.
+        A character whose first bytes are in the prompt is returned as a whole.
         """
         self._pieces = pieces
         self._skip = skip_special_tokens
         self._pending = b""
         self._at_start = True  # before the first token of the text
-        self._strip_left = pieces.rule.strip_count  # leading spaces that are still to be removed
+        self._strip_left = pieces.rule.strip_count  # number of leading spaces still to be removed
         if len(prompt_token_ids) > MAX_CHAR_TOKENS:
             # Only an incomplete character at the end of the prompt affects the text.
             prompt_token_ids = prompt_token_ids[-MAX_CHAR_TOKENS:]
@@ -100,8 +102,8 @@ class PieceDetokenizer:
 class WindowDetokenizer:
     """For all other decoders (such as WordPiece): decodes a window of the last tokens.
 
-    tokens    … a b | c d
-                ^prefix ^read: the text of [prefix, read) is returned already; the rest of [prefix, end) is new.
+        tokens    … a b | c d
+                    ^prefix ^read: the text of [prefix, read) is returned already; the rest of [prefix, end) is new.
 
     The window includes tokens before `read` because a token's text can depend on its neighbour (spaces, "##").
     """
@@ -120,7 +122,7 @@ class WindowDetokenizer:
         self._read = len(self._window)
 
     def add(self, token_ids: Sequence[int]) -> str:
-        # Tokens without text must not start the window: the next token would be decoded as the first of a text.
+        # Tokens without text must not start the window, because the next token would be decoded as the first of a text.
         return "".join(map(self._add_one, self._visible(token_ids)))
 
     def _add_one(self, token_id: int) -> str:
@@ -189,7 +191,7 @@ class PieceRule:
 
 
 class _PieceCache(dict[int, bytes]):
-    """Bytes by token id, filled lazily: converting 200,000 tokens would delay the start."""
+    """Bytes by token id, filled lazily, because converting 200,000 tokens would delay the start."""
 
     def __init__(self, load: Callable[[int], bytes | None]) -> None:
         super().__init__()
@@ -198,7 +200,7 @@ class _PieceCache(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         piece = self._load(token_id)
         if piece is None:
-            return b""  # not cached: arbitrary ids from clients must not fill the memory
+            return b""  # not cached, because arbitrary ids from clients must not fill the memory
         self[token_id] = piece
         return piece
 
@@ -215,7 +217,7 @@ class TokenPieces:
 
     @classmethod
     def of(cls, backend: Backend, special_ids: frozenset[int]) -> TokenPieces | None:
-        """None if the decoder of `backend` does not decode token by token."""
+        """Create the table; None if the decoder of `backend` does not decode token by token."""
         decoder = backend.decoder
         if decoder is None:
             return None
@@ -223,20 +225,20 @@ class TokenPieces:
         return None if rule is None else cls(backend, rule, special_ids)
 
     def piece(self, token_id: int) -> bytes:
-        """Bytes of one token, special or not, after the first of a text."""
+        """Return the bytes of one token, special or not, at any position except the first of a text."""
         return self._all[token_id]
 
     def join(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> bytes:
-        """Bytes of `token_ids`, after the first of a text."""
+        """Return the bytes of `token_ids` at any position except the first of a text."""
         cache = self._visible if skip_special_tokens else self._all
         if len(token_ids) == 1:
             return cache[token_ids[0]]
         return b"".join(map(cache.__getitem__, token_ids))
 
     def first(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> tuple[bytes, int]:
-        """Bytes of the first token of a text, and the number of `token_ids` up to it.
+        """Return the bytes of the first token of a text, and the number of `token_ids` up to and including it.
 
-        Skipped special tokens and unknown ids do not start a text; if there are no others, returns (b"", 0).
+        Skipped special tokens and unknown ids do not start a text; if there are no other tokens, returns (b"", 0).
         """
         for position, token_id in enumerate(token_ids):
             if skip_special_tokens and token_id in self._special_ids:
@@ -252,7 +254,7 @@ class TokenPieces:
 
 
 def token_name(backend: Backend, token_id: int) -> str | None:
-    """Name of a token in the vocabulary; None for an unknown id."""
+    """Return the name of a token in the vocabulary; None for an unknown id."""
     try:
         return backend.id_to_token(token_id)
     except OverflowError:  # negative, or more than 32 bits
@@ -260,7 +262,7 @@ def token_name(backend: Backend, token_id: int) -> str | None:
 
 
 def read_rule(decoder: Mapping[str, Any]) -> PieceRule | None:
-    """The rule of a decoder in tokenizer.json; None if it does not decode token by token."""
+    """Return the rule of a decoder in tokenizer.json; None if it does not decode token by token."""
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return PieceRule(render=_render_byte_level, render_first=_render_byte_level)
@@ -268,7 +270,7 @@ def read_rule(decoder: Mapping[str, Any]) -> PieceRule | None:
 
 
 def _read_steps(steps: Sequence[Mapping[str, Any]]) -> PieceRule | None:
-    """The rule of SentencePiece-like decoders: replacements and byte tokens, then stripping at the start."""
+    """Return the rule of SentencePiece-like decoders: replacements and byte tokens, then stripping at the start."""
     replaced: list[tuple[str, str]] = []
     replaced_first: list[tuple[str, str]] = []
     byte_fallback = fused = False
@@ -309,7 +311,7 @@ def _renderer(replacements: Sequence[tuple[str, str]], byte_fallback: bool) -> R
 
 
 def _byte_level_alphabet() -> dict[int, str]:
-    """GPT-2's mapping of characters to bytes, used by byte-level tokenizers.
+    """Return GPT-2's mapping of characters to bytes, used by byte-level tokenizers.
 
     A table for `str.translate`: {code point: byte as a character}. Characters below U+0100 that represent no byte map
     to U+FFFF, so that encoding to Latin-1 fails.

@@ -1,4 +1,4 @@
-"""Tokenizers in the metadata of GGUF files, converted to Hugging Face's `tokenizers`."""
+"""Converts tokenizers in the metadata of GGUF files to Hugging Face's `tokenizers`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _ROLES = {
 }
 _TEMPLATE = "tokenizer.chat_template"
 
-# Control tokens that end a turn or a text. A file names one of them, models have several; llama.cpp identifies them by
-# name as well.
+# Control tokens that end a turn or a text. A file names only one of them, but models have several; llama.cpp also
+# identifies them by name.
 _END_TOKENS = frozenset(
     "</s> <|endoftext|> <|end_of_text|> <|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <EOT>".split()
 )
@@ -64,12 +64,12 @@ class Vocabulary:
         return cls(tokens, [TokenType.NORMAL] * len(tokens) if types is None else types.tolist())
 
     def ids(self, metadata: Metadata) -> dict[str, int]:
-        """Token ids by name. Raises `TokenizerError` for a duplicate token."""
+        """Return the token ids by name. Raises `TokenizerError` for a duplicate token."""
         ids: dict[str, int] = {}
         for token_id, token in enumerate(self.tokens):
             if ids.setdefault(token, token_id) != token_id:
                 raise TokenizerError(
-                    f"{metadata.path}: {_PREFIX}tokens: {token!r} is there twice, as {ids[token]} and {token_id}"
+                    f"{metadata.path}: {_PREFIX}tokens: {token!r} is duplicated, as {ids[token]} and {token_id}"
                 )
         return ids
 
@@ -78,7 +78,7 @@ class Vocabulary:
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerFiles:
-    """The equivalent of the model's tokenizer.json and tokenizer_config.json.
+    """Return the equivalent of the model's tokenizer.json and tokenizer_config.json.
 
     `tokenizer_config` always has "add_bos_token" and "add_eos_token". Raises `TokenizerError` with the file and the
     metadata key.
@@ -120,7 +120,7 @@ def _read(metadata: Metadata) -> TokenizerFiles:
 
 
 def _role_texts(metadata: Metadata, vocabulary: Vocabulary) -> dict[str, str]:
-    """Texts of the special tokens by role; ids outside the vocabulary are ignored."""
+    """Return the texts of the special tokens by role; ids outside the vocabulary are ignored."""
     ids = {role: metadata.integer(_PREFIX + key, -1) for role, key in _ROLES.items()}
     if ids["unk_token"] == -1 and TokenType.UNKNOWN in vocabulary.types:
         ids["unk_token"] = vocabulary.types.index(TokenType.UNKNOWN)
@@ -219,7 +219,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(metadata: Metadata) -> PreTokenizer:
-    """The pre-tokenizer that the file names. Raises `TokenizerError` for an unsupported one."""
+    """Return the pre-tokenizer named by the file. Raises `TokenizerError` for an unsupported one."""
     name = metadata.string(PRE_KEY, "default")
     if name == "default":
         logger.warning(
@@ -236,7 +236,7 @@ def pre_tokenizer(metadata: Metadata) -> PreTokenizer:
 
 
 def byte_level_backend(metadata: Metadata, vocab: Mapping[str, int], pre: PreTokenizer) -> Backend:
-    """A byte-level BPE tokenizer ("gpt2": tokens and merges) without added tokens. Raises `TokenizerError`."""
+    """Create a byte-level BPE tokenizer ("gpt2": tokens and merges) without added tokens. Raises `TokenizerError`."""
     merges = [_split_merge(merge, metadata) for merge in metadata.strings(MERGES_KEY)]
     try:
         model = models.BPE(vocab=dict(vocab), merges=merges, ignore_merges=pre.ignore_merges)
@@ -272,9 +272,9 @@ _SPACE = "▁"
 def sentencepiece_backend(
     metadata: Metadata, vocab: Mapping[str, int], pieces: Sequence[str], unknown: str | None
 ) -> Backend:
-    """A SentencePiece BPE tokenizer ("llama": tokens with scores) without added tokens. Raises `TokenizerError`.
+    """Create a SentencePiece BPE tokenizer ("llama": tokens with scores) without added tokens.
 
-    `pieces`: the tokens that result from merges, without control tokens, bytes and padding.
+    Raises `TokenizerError`. `pieces`: the tokens that result from merges, without control tokens, bytes and padding.
     """
     scores = metadata.numbers("tokenizer.ggml.scores", len(metadata.strings("tokenizer.ggml.tokens")))
     merges = merges_from_scores({piece: vocab[piece] for piece in pieces}, scores)
@@ -294,10 +294,10 @@ def sentencepiece_backend(
 
 
 def merges_from_scores(pieces: Mapping[str, int], scores: npt.NDArray[Any] | None) -> list[tuple[str, str]]:
-    """Merges in SentencePiece's order, pieces with the highest score first, as in `transformers`.
+    """Return merges in SentencePiece's order, pieces with the highest score first, as in `transformers`.
 
-    Equal scores (some converters write none) are ordered by id: trainers number pieces in the order of their merges. Of
-    several merges that give the same piece, the one with the longer left part is first.
+    Equal scores (some converters write none) are ordered by id, because trainers number pieces in the order of their
+    merges. Among merges that produce the same piece, the one with the longer left part is first.
     """
     ranked = []
     for piece, token_id in pieces.items():

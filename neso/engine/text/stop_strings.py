@@ -19,9 +19,9 @@ class StopResult(NamedTuple):
 class StopChecker:
     """Finds stop strings in the text of one sequence as it grows.
 
-    The stop string that is complete first wins; of two that are complete at the same character, the longer. This is the
-    result of generation character by character, therefore it does not depend on how the text is split into tokens.
-    (Preferring the one that starts first would have to wait: with "abcd" and "bc", "abc" could not stop.)
+    The stop string that ends first wins; if two end at the same character, the longer one wins. The result equals that
+    of generation character by character, so it does not depend on the tokenization of the text. (Preferring the stop
+    string that starts first would require waiting: with "abcd" and "bc", "abc" could not stop.)
     """
 
     def __init__(self, stop: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
@@ -30,7 +30,7 @@ class StopChecker:
             raise ValueError("a stop string must not be empty")
         self._stop = tuple(stop)
         self._include = include_stop_str_in_output
-        self._held = ""  # end of the text so far that can be the start of a stop string
+        self._held = ""  # end of the text so far that may be the start of a stop string
         self._matched: str | None = None
 
     @property
@@ -41,7 +41,7 @@ class StopChecker:
     def add(self, text: str, *, match: bool = True) -> StopResult:
         """Append text and return the part that can be output. After a match it is empty.
 
-        With `match=False` a stop string that ends within `text` is ignored; one that starts there is not.
+        With `match=False`, a stop string that ends within `text` is ignored; one that starts there is not.
         """
         if not self._stop:
             return StopResult(text, None)
@@ -57,12 +57,12 @@ class StopChecker:
         return StopResult(buffer[:safe], None)
 
     def flush(self) -> str:
-        """The held back text, at the end of the sequence. Empty after a match."""
+        """Return the held-back text at the end of the sequence. Empty after a match."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, buffer: str, old: int) -> tuple[int, str] | None:
-        """Start and text of the stop string that ends first in `buffer`, beyond its first `old` characters."""
+        """Return start and text of the stop string that ends first in `buffer`, beyond its first `old` characters."""
         best: tuple[int, int, str] | None = None
         for stop in self._stop:
             start = buffer.find(stop, max(0, old + 1 - len(stop)))
@@ -72,11 +72,11 @@ class StopChecker:
         return None if best is None else best[1:]
 
     def _possible_start(self, buffer: str) -> int:
-        """Length of the longest suffix of `buffer` that is a proper prefix of a stop string."""
+        """Return the length of the longest suffix of `buffer` that is a proper prefix of a stop string."""
         longest = 0
         for stop in self._stop:
             at = max(0, len(buffer) - len(stop) + 1)
-            # Only suffixes longer than the best so far, that start with the right character.
+            # Check only suffixes longer than the best so far that start with the right character.
             while (at := buffer.find(stop[0], at, len(buffer) - longest)) >= 0:
                 if stop.startswith(buffer[at:]):
                     longest = len(buffer) - at
@@ -104,12 +104,12 @@ class StopWords:
         self._first_tokens = frozenset(word[0] for word in self.words)
 
     def start(self, token: int) -> _PartialMatch | None:
-        """The words that start with `token` and are longer."""
+        """Return the words that start with `token` and are longer."""
         whole = _PartialMatch(0, 0, len(self.words))
         return self.extend(whole, token) if token in self._first_tokens else None
 
     def extend(self, partial: _PartialMatch, token: int) -> _PartialMatch | None:
-        """The words of `partial` that continue with `token` and are longer."""
+        """Return the words of `partial` that continue with `token` and are longer."""
         length, start, end = partial
 
         def next_token(word: Word) -> int:
@@ -118,19 +118,19 @@ class StopWords:
         start = bisect_left(self.words, token, start, end, key=next_token)
         end = bisect_right(self.words, token, start, end, key=next_token)
         if start < end and len(self.words[start]) == length + 1:
-            start += 1  # a complete word sorts before the words that it is a prefix of
+            start += 1  # a complete word sorts before longer words with the same prefix
         return _PartialMatch(length + 1, start, end) if start < end else None
 
 
 class StopWordFilter:
-    """Holds back the tokens of one sequence that can become a stop word; the engine core detects complete ones.
+    """Holds back the tokens of one sequence that may become a stop word; the engine core detects complete ones.
 
-    A token costs two binary searches for every position where a stop word can have started.
+    A token costs two binary searches for every position where a stop word may have started.
     """
 
     def __init__(self, words: StopWords) -> None:
         self._words = words
-        self._partial: list[_PartialMatch] = []  # the longest first
+        self._partial: list[_PartialMatch] = []  # longest first
         self._held: list[int] = []
 
     @property
@@ -148,7 +148,7 @@ class StopWordFilter:
         return tokens[:safe]
 
     def finish(self, token_ids: Sequence[int], *, by_word: bool) -> tuple[list[int], Word | None]:
-        """Append the last tokens and return the rest of the output, and the stop word that was removed from its end.
+        """Append the last tokens; return the rest of the output, and the stop word removed from its end.
 
         `by_word`: a stop word ended the sequence.
         """
@@ -209,7 +209,7 @@ class SequenceText:
         return TextDelta(shown, None, len(token_ids))
 
     def finish(self) -> str:
-        """The held back text, at the end of the sequence. Empty after a stop string."""
+        """Return the held-back text at the end of the sequence. Empty after a stop string."""
         if self._checker.matched is not None:
             return ""
         text, _ = self._checker.add(self._detokenizer.finish(), match=self._min_tokens_left <= 0)

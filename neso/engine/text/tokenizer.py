@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 class Tokenizer:
     """Tokenizer of a model, a `neso.generation.TokenizerLike`. Thread-safe.
 
-    It gives the same token ids as `transformers.AutoTokenizer`. As in version 5 of it, tokenizer.json defines the
+    It produces the same token ids as `transformers.AutoTokenizer`. As in its version 5, tokenizer.json defines the
     special tokens around a text; `add_bos_token` and `add_eos_token` in tokenizer_config.json are ignored, because the
-    post-processor in tokenizer.json was made from them. One known difference: for older Llama files `transformers` 5
-    does not prepend "▁" to a text that starts with a space; tokenizer.json, SentencePiece and this class do.
+    post-processor in tokenizer.json was derived from them. One known difference: for older Llama files, `transformers`
+    5 does not prepend "▁" to a text that starts with a space; tokenizer.json, SentencePiece and this class do.
     """
 
     def __init__(
         self, backend: Backend, special_tokens: SpecialTokens, chat_templates: Mapping[str, str]
     ) -> None:
-        """See `from_model`. `backend` becomes owned by this object; its truncation and padding are disabled."""
+        """See `from_model`. This object takes ownership of `backend` and disables its truncation and padding."""
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = special_tokens
@@ -105,14 +105,14 @@ class Tokenizer:
         (directory / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises `InvalidParameter("prompt", …)` for invalid Unicode."""
+        """Return the token ids of `text`. Raises `InvalidParameter("prompt", …)` for invalid Unicode."""
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each of `texts`, in parallel if there are many. Raises as `encode`."""
+        """Return the token ids of each of `texts`, computed in parallel if there are many. Raises like `encode`."""
         try:
-            # Also for one text: unlike the library's `encode` it releases the GIL (`encode` held it for 2.5 s over
-            # 1.8 MB) and does not compute offsets (3.7 times as fast).
+            # Also used for one text: unlike the library's `encode`, it releases the GIL (`encode` held it for 2.5 s
+            # over 1.8 MB) and does not compute offsets (3.7 times as fast).
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidParameter("prompt", f"is not valid Unicode text: {error}") from None
@@ -126,9 +126,9 @@ class Tokenizer:
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Token ids and token types of a text, or of a pair in the format of the model's post-processor.
+        """Return the token ids and token types of a text, or of a pair in the format of the model's post-processor.
 
-        Truncates to `max_tokens`: the end of the text, or of the longer text of a pair. Raises as `encode`, and
+        Truncates to `max_tokens`: the end of the text, or of the longer text of a pair. Raises like `encode`, and
         `InvalidParameter("truncate_prompt_tokens", …)` if no token of the text would be left.
         """
         backend = self._backend if max_tokens is None else self._truncating_backend
@@ -151,11 +151,11 @@ class Tokenizer:
 
     @cached_property
     def _truncating_backend(self) -> Backend:
-        """A separate copy for truncation, which is a setting of the library's tokenizer."""
+        """A separate copy for truncation, because truncation is a setting of the library's tokenizer."""
         return Backend.from_str(self._backend.to_str())
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary are skipped."""
+        """Return the text of `token_ids`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary are skipped."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
 
@@ -166,10 +166,10 @@ class Tokenizer:
         shown_special_tokens: Sequence[str] = (),
         prompt_token_ids: Sequence[int] = (),
     ) -> Detokenizer:
-        """An incremental detokenizer for one sequence; its concatenated output equals `decode`.
+        """Create an incremental detokenizer for one sequence; its concatenated output equals `decode`.
 
-        `shown_special_tokens` are not skipped. With `prompt_token_ids` the text is a continuation of the prompt: it
-        keeps the space before its first word, and a character whose first bytes are in the prompt.
+        `shown_special_tokens` are not skipped. With `prompt_token_ids`, the text is a continuation of the prompt: it
+        keeps the space before its first word, and completes a character whose first bytes are in the prompt.
         """
         shown = self._special_ids.intersection(map(self._backend.token_to_id, shown_special_tokens))
         if shown and skip_special_tokens:
@@ -183,7 +183,7 @@ class Tokenizer:
         return WindowDetokenizer(self._backend, special_ids=hidden, prompt_token_ids=prompt_token_ids)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token, for log probabilities: a part of a character is U+FFFD."""
+        """Return the text of one token, for log probabilities; a part of a character is U+FFFD."""
         if self._pieces is not None:
             return self._pieces.piece(token_id).decode("utf-8", "replace")
         if token_name(self._backend, token_id) is None:
@@ -192,12 +192,12 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Exact bytes of one token; None if the tokenizer has no bytes for single tokens (WordPiece)."""
+        """Return the exact bytes of one token; None if the tokenizer has no bytes for single tokens (WordPiece)."""
         return None if self._pieces is None else self._pieces.piece(token_id)
 
     @cached_property
     def vocab_size(self) -> int:
-        """Highest token id + 1. The model can have more rows, as padding."""
+        """Highest token id + 1. The model may have more rows, as padding."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
@@ -241,7 +241,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt for a chat; see `ChatTemplate.render`. Encode it without adding special tokens."""
+        """Return the prompt for a chat; see `ChatTemplate.render`. Encode it without adding special tokens."""
         return self._chat_template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
         )
@@ -291,7 +291,7 @@ def _surround(backend: Backend, begin: str | None, end: str | None) -> None:
 
 
 class NoTokenizer:
-    """Replacement of `Tokenizer` for engines without one (`skip_tokenizer_init`).
+    """Replacement of `Tokenizer` for engines without a tokenizer (`skip_tokenizer_init`).
 
     Tokens have no text; texts are rejected with `InvalidParameter("prompt", …)`.
     """
@@ -306,7 +306,7 @@ class NoTokenizer:
         self._reject()
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Empty in, empty out; raises `InvalidParameter` for texts."""
+        """Return an empty list for no texts; raises `InvalidParameter` for texts."""
         return self._reject() if texts else []
 
     def encode_pair(
@@ -368,7 +368,7 @@ _NO_DETOKENIZER = NoDetokenizer()
 
 
 def load_tokenizer(model: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint directory, a GGUF file, a bundled model, or a model on the Hugging Face hub.
+    """Load the tokenizer of a checkpoint directory, a GGUF file, a bundled model, or a model on the Hugging Face hub.
 
     Raises `ModelNotFound` and `TokenizerError`.
     """

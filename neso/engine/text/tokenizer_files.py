@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 
 class TokenizerError(ValueError):
-    """The tokenizer files of a model are missing or invalid. The message has the file and a remedy."""
+    """The tokenizer files of a model are missing or invalid. The message names the file and suggests a fix."""
 
 
 _CONVERT_HINT = (
@@ -26,7 +26,7 @@ _CONVERT_HINT = (
 class TokenizerFiles:
     """Contents of the files of a model directory; a missing file is an empty mapping.
 
-    Readers of other formats fill the same fields.
+    Readers of other formats set the same fields.
     """
 
     backend: Backend
@@ -98,7 +98,7 @@ def _read_text(path: Path) -> str | None:
 
 
 def _read_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name: from chat_template.jinja, else tokenizer_config.json, else chat_template.json.
+    """Return the templates by name: from chat_template.jinja, else tokenizer_config.json, else chat_template.json.
 
     The order is that of `transformers`, which uses chat_template.json for processors of multimodal models.
     """
@@ -117,7 +117,7 @@ def _read_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -
 
 
 def _named_templates(value: Any, where: Path) -> dict[str, str]:
-    """Templates of a `chat_template` field: one string, a list of {"name", "template"}, or a mapping."""
+    """Return the templates of a `chat_template` field: one string, a list of {"name", "template"}, or a mapping."""
     if value is None:
         return {}
     if isinstance(value, str):
@@ -135,8 +135,8 @@ def _named_templates(value: Any, where: Path) -> dict[str, str]:
 class SpecialTokens:
     """The special tokens of a model: their texts by name ("bos_token", …), and the ids that the engine needs.
 
-    `eos_ids` is the union of the tokenizer's, generation_config.json's and config.json's, in this order: a chat model
-    often ends a turn with another token than a document.
+    `eos_ids` is the union of the ids in the tokenizer, generation_config.json and config.json, in this order: a chat
+    model often ends a turn with a different token than a document.
     """
 
     texts: Mapping[str, str]
@@ -146,7 +146,7 @@ class SpecialTokens:
 
     @classmethod
     def resolve(cls, files: TokenizerFiles, token_to_id: Callable[[str], int | None]) -> SpecialTokens:
-        """Texts are from the tokenizer's files, ids from these texts or else from the model's files."""
+        """Read texts from the tokenizer files, and ids from these texts or else from the model's files."""
         texts = special_token_texts(files)
 
         def ids(name: str) -> tuple[int, ...]:
@@ -167,7 +167,7 @@ class SpecialTokens:
 
 
 def special_token_texts(files: TokenizerFiles) -> dict[str, str]:
-    """Texts of the named special tokens: "bos_token", "eos_token", … and model-specific names.
+    """Return the texts of the named special tokens: "bos_token", "eos_token", … and model-specific names.
 
     As in `transformers`, special_tokens_map.json takes precedence over tokenizer_config.json, unless the latter has
     `added_tokens_decoder`: versions that write it ignore the former.
@@ -183,14 +183,14 @@ def special_token_texts(files: TokenizerFiles) -> dict[str, str]:
 
 
 def token_text(value: Any) -> str | None:
-    """Text of a token that is configured as a string or as {"content": …}; None for anything else."""
+    """Return the text of a token that is configured as a string or as {"content": …}; None for anything else."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _unique(*values: Any) -> tuple[int, ...]:
-    """Distinct token ids among numbers and lists of numbers. Some configurations write -1 for none."""
+    """Return the distinct token ids among numbers and lists of numbers. Some configurations write -1 for none."""
     flat: list[Any] = []
     for value in values:
         flat.extend(value if isinstance(value, Iterable) and not isinstance(value, str) else [value])

@@ -52,7 +52,7 @@ class Checkpoint(TensorSource):
         self._files = self._open_files()
 
     def names(self) -> Iterator[str]:
-        """Names of all stored tensors."""
+        """Return the names of all stored tensors."""
         return iter(self._files)
 
     def __contains__(self, name: str) -> bool:
@@ -64,7 +64,7 @@ class Checkpoint(TensorSource):
         return self.stored_tensor(name, shape)
 
     def has_stored(self, name: str) -> bool:
-        """Whether the files have a tensor of this name, be it weights, codes or scales."""
+        """Whether the files have a tensor with this name: weights, codes or scales."""
         return name in self._files
 
     def stored_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
@@ -110,7 +110,7 @@ class Checkpoint(TensorSource):
             )
 
     def _open_files(self) -> dict[str, SafetensorsFile]:
-        """Tensor name to its file."""
+        """Map tensor names to their files."""
         if (self.directory / INDEX_FILE).exists():
             return self._open_shards()
         path = self.directory / SINGLE_FILE
@@ -129,7 +129,7 @@ class Checkpoint(TensorSource):
             raise CheckpointError(f"{index}: 'weight_map' must be a JSON object from tensor to file name")
         shards: dict[str, SafetensorsFile] = {}
         for name, shard in weight_map.items():
-            # Reject paths: a checkpoint must not read files outside its directory.
+            # Reject paths, because a checkpoint must not read files outside its directory.
             if (
                 not isinstance(shard, str)
                 or Path(shard).name != shard

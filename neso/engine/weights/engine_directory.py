@@ -33,7 +33,7 @@ class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     - dtype: of dense weights; quantization: the requested scheme, None for none
     - tensor_parallel: number of ranks
-    - matrices: by name, the fields of each packed matrix that are not arrays
+    - matrices: by name, the non-array fields of each packed matrix
     """
 
     format: int
@@ -63,7 +63,7 @@ def is_engine_directory(path: Path) -> bool:
 
 
 class EngineDirectory(TensorSource):
-    """The packed weights of one rank, which only the native runner can read, through `arrays` and `build`.
+    """The packed weights of one rank. Only the native runner can read them, through `arrays` and `build`.
 
     Raises `CheckpointError` on opening for missing or invalid files, another format version, or several ranks.
     """
@@ -94,7 +94,7 @@ class EngineDirectory(TensorSource):
         ]
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """All arrays by name: read-only views of the files."""
+        """Return all arrays by name: read-only views of the files."""
         return {name: file.tensor(name) for file in self._files for name in file.names()}
 
     def __contains__(self, name: str) -> bool:

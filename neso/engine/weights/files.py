@@ -17,7 +17,7 @@ from neso.engine.weights.source import CheckpointError
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises `CheckpointError`."""
+    """Return the content of a JSON file. Raises `CheckpointError`."""
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
@@ -27,7 +27,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The content of a JSON file, which must be an object. Raises `CheckpointError`."""
+    """Return the content of a JSON file, which must be an object. Raises `CheckpointError`."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: not a JSON object")
@@ -50,14 +50,15 @@ Entry = TypeVar("Entry", bound=_Extent)
 class MappedTensors(ABC, Generic[Entry]):
     """A memory-mapped file of named tensors. Subclasses parse the header into `_entries` and `_data_start`.
 
-    Tensors are read-only views of the mapping. `close` drops it; it is unmapped with its last view.
+    Tensors are read-only views of the mapping. `close` releases it; the file is unmapped when its last view is
+    released.
     """
 
     _entries: dict[str, Entry]
     _data_start: int
 
     def __init__(self, path: Path) -> None:
-        """Raises `CheckpointError` for an unreadable file."""
+        """Map the file. Raises `CheckpointError` if it cannot be read."""
         self.path = path
         self._buffer: mmap.mmap | None = self._map()
 
@@ -68,7 +69,7 @@ class MappedTensors(ABC, Generic[Entry]):
         return name in self._entries
 
     def entry(self, name: str) -> Entry:
-        """Raises `CheckpointError` if there is no such tensor."""
+        """Return the entry of a tensor. Raises `CheckpointError` if it does not exist."""
         if name not in self._entries:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
         return self._entries[name]
@@ -78,10 +79,10 @@ class MappedTensors(ABC, Generic[Entry]):
 
     @abstractmethod
     def _check_start(self, file: BinaryIO) -> None:
-        """Raises `CheckpointError` for a file of another format, before it is mapped."""
+        """Check the format before the file is mapped. Raises `CheckpointError`."""
 
     def _view(self, entry: Entry, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Raises `CheckpointError` if the file is closed."""
+        """Return a view of a tensor. Raises `CheckpointError` if the file is closed."""
         if self._buffer is None:
             raise CheckpointError(f"{self.path}: the file is closed")
         count = math.prod(shape)

@@ -1,4 +1,4 @@
-"""Resolving model names to local files: directories, GGUF files, shipped models, the Hugging Face hub."""
+"""Resolves model names to local files: directories, GGUF files, bundled models, the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from neso.models import SHIPPED_MODELS
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
-# Some repositories contain the weights a second time in other layouts, as "consolidated*" or in folders. Folders
-# that start with a digit ("1_Pooling") are modules of sentence-transformers.
+# Some repositories contain a copy of the weights in another layout, as "consolidated*" or in folders. Folders that
+# start with a digit ("1_Pooling") are modules of sentence-transformers.
 _DOWNLOAD_PATTERNS = (*TOKENIZER_FILES, "*.safetensors")
 _IGNORE_PATTERNS = ["consolidated*", "[!0-9]*/*"]
 
@@ -20,13 +20,13 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class ModelNotFound(Exception):
-    """Neither a local directory nor a model on the Hugging Face hub that can be downloaded."""
+    """The name is neither a local directory nor a Hugging Face hub model that can be downloaded."""
 
 
 def resolve_model(
     name_or_path: str | Path, revision: str | None = None, *, patterns: Sequence[str] = _DOWNLOAD_PATTERNS
 ) -> Path:
-    """Path of a local directory or GGUF file, of a shipped model, or of a hub model "organization/name".
+    """Return the path of a local directory or GGUF file, of a bundled model, or of a hub model "organization/name".
 
     Files of a hub model that match `patterns` are downloaded to the cache. A directory with a GGUF file and no
     safetensors files resolves to that file. Raises `ModelNotFound` if nothing matches, or if the model is not cached
@@ -48,7 +48,7 @@ def resolve_model(
 
 
 def _gguf_in(directory: Path) -> Path | None:
-    """The only GGUF file of a directory; None for a checkpoint directory."""
+    """Return the only GGUF file of a directory; None for a checkpoint directory."""
     files = sorted(directory.glob(f"*{GGUF_SUFFIX}"))
     if not files or any(directory.glob("*.safetensors")):
         return None

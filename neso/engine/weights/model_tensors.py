@@ -1,4 +1,4 @@
-"""Tensors of a model by their role in a spec, independent of naming variants between checkpoints."""
+"""Access to tensors of a model by their role in a spec, independent of naming variants between checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from neso.engine.weights.source import TensorSource
 
 Float32Array = npt.NDArray[np.float32]
 
-# Norm parameters in old checkpoints of BERT.
+# Names of norm parameters in old BERT checkpoints.
 _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
 
 
@@ -28,7 +28,7 @@ class DecoderTensors:
     def __init__(self, spec: DecoderSpec, source: TensorSource) -> None:
         self.spec = spec
         self._source = source
-        # The fused tensor read last, so that its parts do not unpack it several times.
+        # The fused tensor read last, so that it is not unpacked for each of its parts.
         self._last: tuple[str, Matrix] | None = None
 
     def shape(self, role: Role, layer: int | None = None) -> Shape:
@@ -36,7 +36,7 @@ class DecoderTensors:
         return shapes[role]
 
     def matrix(self, role: Role, layer: int | None = None, expert: int | None = None) -> Matrix:
-        """The matrix as stored: dense, possibly unaligned or strided, or quantized."""
+        """Return the matrix as stored: dense (possibly unaligned or strided) or quantized."""
         outputs, inputs = self.shape(role, layer)
         name, location = self._find(role, layer, expert), self.spec.tensor_names[role]
         if isinstance(location, str):
@@ -48,7 +48,7 @@ class DecoderTensors:
         return take_rows(self._last[1], location.rows())
 
     def vector(self, role: Role, layer: int | None = None) -> Float32Array:
-        """A bias, or the weights of a norm including the spec's `norm_offset`."""
+        """Return a bias, or the weights of a norm including the spec's `norm_offset`."""
         shape = self.shape(role, layer)
         name, location = self._find(role, layer), self.spec.tensor_names[role]
         if isinstance(location, TensorPart):
@@ -74,11 +74,11 @@ class DecoderTensors:
             target[...] = dense(self.matrix(role, layer, expert))
 
     def table(self, role: Role) -> npt.NDArray[Any]:
-        """An embedding table, in the dtype of the file."""
+        """Return an embedding table, in the dtype of the file."""
         return self._source.tensor(self._find(role), self.shape(role))
 
     def _find(self, role: Role, layer: int | None = None, expert: int | None = None) -> str:
-        """The tensor's name in the source; the spec's name if there is none.
+        """Return the tensor's name in the source; the spec's name if the tensor is missing.
 
         Checkpoints without LM head omit the first component of names ("model."). Checkpoints with a vision tower
         prepend "language_model." (transformers 4), or insert it after the first component (transformers 5).
@@ -91,7 +91,7 @@ class DecoderTensors:
 
 @dataclass(frozen=True, slots=True)
 class EncoderTensors:
-    """Reads tensors of an encoder by the names in its spec, with or without one of `prefixes`.
+    """Reads tensors of an encoder by the names in its spec, optionally prefixed by one of `prefixes`.
 
     All methods raise `CheckpointError` if a tensor is missing or has another shape.
     """
@@ -100,20 +100,20 @@ class EncoderTensors:
     prefixes: tuple[str, ...] = ()
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Float32Array:
-        """The tensor `name`.weight in float32."""
+        """Return the tensor `name`.weight in float32."""
         return self._read(self._find(name, "weight"), shape)
 
     def bias(self, name: str, size: int) -> Float32Array:
-        """The tensor `name`.bias in float32."""
+        """Return the tensor `name`.bias in float32."""
         return self._read(self._find(name, "bias"), (size,))
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Float32Array:
-        """The tensor `name` in float32."""
+        """Return the tensor `name` in float32."""
         candidates = [name, *(prefix + name for prefix in self.prefixes)]
         return self._read(next((found for found in candidates if found in self.source), name), shape)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
-        """The tensor `name`.weight as stored, [outputs, inputs]."""
+        """Return the tensor `name`.weight as stored, [outputs, inputs]."""
         return self.source.matrix(self._find(name, "weight"), shape)
 
     def _find(self, name: str, part: str) -> str:

@@ -13,7 +13,7 @@ Float32Array = npt.NDArray[np.float32]
 Float8Array = npt.NDArray[ml_dtypes.float8_e4m3fn]
 Rows = slice | npt.NDArray[np.intp]
 
-# The value of each float8 code; a table lookup is faster than ml_dtypes' cast.
+# Value of each float8 code; a table lookup is faster than ml_dtypes' cast.
 _FLOAT8_VALUES: Float32Array = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
@@ -53,7 +53,7 @@ class QuantizedMatrix:
         return outputs, inputs
 
     def dequantize(self) -> Float32Array:
-        """The weights, float32[N, K], with the inputs in their original order."""
+        """Return the weights, float32[N, K], with the inputs in their original order."""
         inputs = self.shape[1]
         scales = np.repeat(self.scales, self.group_size, axis=1)[:, :inputs]
         if self.offsets is None:
@@ -99,13 +99,13 @@ class Float8Matrix:
         return outputs, inputs
 
     def output_scales(self) -> Float32Array | None:
-        """One scale per output, float32[N]; None if scales differ along the inputs."""
+        """Return one scale per output, float32[N]; None if scales differ along the inputs."""
         if self.scales.shape[1] != 1:
             return None
         return np.repeat(self.scales[:, 0], self.block[0])[: self.shape[0]]
 
     def dequantize(self) -> Float32Array:
-        """The weights, float32[N, K]."""
+        """Return the weights, float32[N, K]."""
         outputs, inputs = self.shape
         height, width = self.block
         weights = _FLOAT8_VALUES[self.codes.view(np.uint8)]
@@ -122,12 +122,12 @@ Matrix = npt.NDArray[Any] | QuantizedMatrix | Float8Matrix
 
 
 def dense(matrix: Matrix) -> npt.NDArray[Any]:
-    """The weights [outputs, inputs] in a float dtype; quantized ones are dequantized to float32."""
+    """Return the weights [outputs, inputs] in a float dtype; quantized weights are dequantized to float32."""
     return matrix.dequantize() if isinstance(matrix, (QuantizedMatrix, Float8Matrix)) else matrix
 
 
 def take_rows(matrix: Matrix, rows: Rows) -> Matrix:
-    """Some of the outputs; a view if `rows` is a slice."""
+    """Return some of the outputs; a view if `rows` is a slice."""
     if isinstance(matrix, QuantizedMatrix):
         return replace(
             matrix,
@@ -144,5 +144,5 @@ def take_rows(matrix: Matrix, rows: Rows) -> Matrix:
 
 
 def block_grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Number of blocks that cover a matrix in each dimension."""
+    """Return the number of blocks that cover a matrix in each dimension."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])

@@ -35,12 +35,15 @@ from neso.engine.weights.source import CheckpointError, is_float
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint as its files name them."""
+    """Tensors of a checkpoint by their names in its files."""
 
     def has_stored(self, name: str) -> bool: ...
 
     def stored_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """A read-only view, possibly unaligned. Raises `CheckpointError` if it is missing or not of `shape`."""
+        """Return a read-only view, possibly unaligned.
+
+        Raises `CheckpointError` if it is missing or does not have `shape`.
+        """
 
 
 class QuantizationFormat(Protocol):
@@ -52,7 +55,7 @@ class QuantizationFormat(Protocol):
     def read(
         self, tensors: StoredTensors, name: str, shape: tuple[int, int]
     ) -> QuantizedMatrix | Float8Matrix:
-        """Quantized weights [outputs, inputs]. Raises `CheckpointError` for tensors of another shape or type."""
+        """Return quantized weights [outputs, inputs]. Raises `CheckpointError` for tensors of another shape or type."""
 
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -60,7 +63,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegerFormat:
-    """GPTQ or AWQ as `quantization_config` describes it. `group_size` -1: one group for all inputs."""
+    """GPTQ or AWQ, described by `quantization_config`. `group_size` -1: one group for all inputs."""
 
     method: str
     bits: int
@@ -71,7 +74,7 @@ class PackedIntegerFormat:
 
     @classmethod
     def from_config(cls, method: str, quantization: dict[str, Any], where: str) -> PackedIntegerFormat:
-        """Raises `CheckpointError` for an unsupported number of bits, version or group size.
+        """Read the format. Raises `CheckpointError` for an unsupported number of bits, version or group size.
 
         `where` is prepended to messages.
         """
@@ -96,7 +99,7 @@ class PackedIntegerFormat:
         return not tensors.has_stored(name) and tensors.has_stored(name.removesuffix(".weight") + ".qweight")
 
     def read(self, tensors: StoredTensors, name: str, shape: tuple[int, int]) -> QuantizedMatrix:
-        """The weights [outputs, inputs]. Raises `CheckpointError` for tensors of another shape."""
+        """Return the weights [outputs, inputs]. Raises `CheckpointError` for tensors of another shape."""
         layer = name.removesuffix(".weight")
         outputs, inputs = shape
         size = inputs if self.group_size == -1 else self.group_size
@@ -136,7 +139,7 @@ class PackedIntegerFormat:
     def _input_order(
         self, tensors: StoredTensors, layer: str, inputs: int, size: int
     ) -> npt.NDArray[np.int32] | None:
-        """Inputs sorted by group, int32[inputs]; None if they are already sorted."""
+        """Return the inputs sorted by group, int32[inputs]; None if they are already sorted."""
         if self.method != "gptq" or not tensors.has_stored(f"{layer}.g_idx"):
             return None
         group_of = tensors.stored_tensor(f"{layer}.g_idx")
@@ -150,7 +153,7 @@ class PackedIntegerFormat:
 
 
 def _unpack(packed: npt.NDArray[Any], bits: int, order: Any) -> npt.NDArray[np.uint8]:
-    """int32[R, W] -> uint8[R, W * 32 / bits]; bits i * bits and up of a word hold its value number `order[i]`."""
+    """Convert int32[R, W] to uint8[R, W * 32 / bits]; bits i * bits and up of a word hold value number `order[i]`."""
     words = packed.view(np.uint32)
     values = np.empty((*packed.shape, 32 // bits), np.uint8)
     for i, place in enumerate(order):
@@ -166,7 +169,7 @@ _E5M2 = np.dtype(ml_dtypes.float8_e5m2)
 
 @dataclass(frozen=True, slots=True)
 class Float8Format:
-    """Float8 weights as `quantization_config` describes them.
+    """Float8 weights, described by `quantization_config`.
 
     - scale_names: possible suffixes of scale tensors
     - granularity: weights that share a scale: the tensor, an output channel, or a block of `block_size`
@@ -181,7 +184,7 @@ class Float8Format:
 
     @classmethod
     def from_config(cls, method: str, quantization: dict[str, Any], where: str) -> Float8Format:
-        """Raises `CheckpointError` for an unsupported scheme. `where` is prepended to messages."""
+        """Read the format. Raises `CheckpointError` for an unsupported scheme. `where` is prepended to messages."""
         if method == "compressed-tensors":
             _check_compressed(quantization, where)
             return cls(method, ("weight_scale",), ("tensor", "channel"))
@@ -198,11 +201,12 @@ class Float8Format:
         return cls(method, names, ("block",), (size[0], size[1]))
 
     def is_quantized(self, tensors: StoredTensors, name: str) -> bool:
-        # By dtype: the config's list of excluded modules has patterns whose syntax differs between tools.
+        # Decide by dtype, because the config's list of excluded modules has patterns whose syntax differs between
+        # tools.
         return tensors.has_stored(name) and tensors.stored_tensor(name).dtype in (_E4M3, _E5M2)
 
     def read(self, tensors: StoredTensors, name: str, shape: tuple[int, int]) -> Float8Matrix:
-        """The weights [outputs, inputs].
+        """Return the weights [outputs, inputs].
 
         Raises `CheckpointError` for another shape, for float8_e5m2, and for missing scales or scales of another shape.
         """
@@ -224,7 +228,7 @@ class Float8Format:
         )
 
     def _stored_scales(self, tensors: StoredTensors, name: str) -> tuple[str, npt.NDArray[Any]]:
-        """Name and values of the scale tensor."""
+        """Return name and values of the scale tensor."""
         layer = name.removesuffix(".weight")
         candidates = [f"{layer}.{scale}" for scale in self.scale_names]
         for candidate in candidates:
@@ -247,7 +251,7 @@ class Float8Format:
 
 
 def _check_compressed(quantization: dict[str, Any], where: str) -> None:
-    """Raises `CheckpointError` unless the weights are float8 with a scale per tensor or output."""
+    """Check that the weights are float8 with a scale per tensor or output. Raises `CheckpointError`."""
     stored = quantization.get("format")
     if stored not in ("float-quantized", "naive-quantized"):
         raise CheckpointError(
@@ -285,7 +289,7 @@ def _check_compressed(quantization: dict[str, Any], where: str) -> None:
 
 
 def checkpoint_format(config: dict[str, Any], where: str) -> QuantizationFormat | None:
-    """The quantization format of a checkpoint with this config.json; None if it is not quantized.
+    """Return the quantization format of a checkpoint with this config.json; None if it is not quantized.
 
     `where` is prepended to messages. Raises `CheckpointError` for an unsupported format.
     """

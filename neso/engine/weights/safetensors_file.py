@@ -1,7 +1,7 @@
-"""Reading and writing of safetensors files.
+"""Reader and writer of safetensors files.
 
-Format: 8 bytes header length (little-endian), a JSON header {name: {dtype, shape, data_offsets}}, the data.
-The library `safetensors` has no bfloat16 or float8 views for numpy, so files are parsed here.
+Format: 8 bytes header length (little-endian), a JSON header {name: {dtype, shape, data_offsets}}, the data. Files are
+parsed here because the library `safetensors` has no bfloat16 or float8 views for NumPy.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TensorEntry:
 
 
 class SafetensorsFile(MappedTensors[TensorEntry]):
-    """A memory-mapped file. Raises `CheckpointError` on opening for any defect, naming file and defect."""
+    """A memory-mapped file. Raises `CheckpointError` on opening for any defect, naming the file and the defect."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -64,7 +64,7 @@ class SafetensorsFile(MappedTensors[TensorEntry]):
         self._check_layout(len(self._buffer) - self._data_start, gapless=True)
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
-        """A read-only view. Raises `CheckpointError` if there is no such tensor or the file is closed."""
+        """Return a read-only view. Raises `CheckpointError` if the tensor does not exist or the file is closed."""
         entry = self.entry(name)
         return self._view(entry, entry.dtype, entry.shape)
 
@@ -121,7 +121,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    """Whether this is a list of non-negative integers."""
+    """Whether the value is a list of non-negative integers."""
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
@@ -132,10 +132,10 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsWriter:
-    """Writes tensor by tensor, so that not all of them are in memory at once. A context manager.
+    """Writes one tensor at a time, so that they are not all in memory at once. A context manager.
 
-    `header_bytes` are reserved for the header, which is written last. The file appears under its name only when it
-    is complete; after an error nothing remains.
+    `header_bytes` are reserved for the header, which is written last. The file gets its final name only when it is
+    complete; after an error no file remains.
     """
 
     def __init__(self, path: Path, header_bytes: int) -> None:

@@ -43,25 +43,25 @@ class TensorSource(ABC):
 
     @abstractmethod
     def __contains__(self, name: str) -> bool:
-        """Whether there is a weight of this name, dense or quantized."""
+        """Whether a weight with this name exists, dense or quantized."""
 
     @abstractmethod
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """A read-only view in the file's dtype, possibly unaligned (`flags.aligned`).
+        """Return a read-only view in the file's dtype, possibly unaligned (`flags.aligned`).
 
-        Raises `CheckpointError` if it is missing, does not have `shape`, or is stored quantized and cannot be viewed.
+        Raises `CheckpointError` if it is missing, does not have `shape`, or is quantized and cannot be viewed.
         """
 
     @abstractmethod
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
-        """Weights [outputs, inputs] as stored: dense in a float dtype, or quantized.
+        """Return weights [outputs, inputs] as stored: dense in a float dtype, or quantized.
 
-        Raises `CheckpointError` if they are missing, have another shape or an unsupported dtype.
+        Raises `CheckpointError` if they are missing, or have another shape or an unsupported dtype.
         """
 
     @abstractmethod
     def read_float32(self, name: str, target: npt.NDArray[np.float32]) -> None:
-        """Copy into `target`, converted and dequantized. Raises `CheckpointError` like `matrix`."""
+        """Copy a weight into `target`, converted and dequantized. Raises `CheckpointError` like `matrix`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -80,8 +80,8 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def copy_as_float32(source: npt.NDArray[Any], target: npt.NDArray[np.float32]) -> None:
-    """Convert into `target`, of the same shape.
+    """Convert `source` into `target`, which has the same shape.
 
-    ml_dtypes' cast is as fast as shifting bits by hand, since both are bound by memory (0.2 s for 213 M bfloat16).
+    ml_dtypes' cast is as fast as shifting bits, because both are bound by memory bandwidth (0.2 s for 213 M bfloat16).
     """
     np.copyto(target, source, casting="unsafe")

@@ -186,7 +186,7 @@ def _read_tensors(document: dict[str, Any], model: Model, version: str) -> Infer
 
 
 def write_generate_response(response: InferenceResponse, fields_of: TextFields | None = None) -> bytes:
-    """Parameters and outputs as one flat JSON object; a tensor with one element becomes a scalar."""
+    """Encode parameters and outputs as one flat JSON object; a tensor with one element becomes a scalar."""
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model_name
     document["model_version"] = response.model_version

@@ -112,7 +112,7 @@ class ActiveCalls:
 
 
 def rpc(method: Method[Servicer, Request, Reply]) -> Method[Servicer, Request, Reply]:
-    """Decorator for a servicer's methods that runs them in its `calls`."""
+    """Decorate a servicer's method so that it runs in the servicer's `calls`."""
 
     @functools.wraps(method)
     async def run(self: Servicer, request: Request, context: grpc.aio.ServicerContext) -> Reply:

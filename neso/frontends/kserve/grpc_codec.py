@@ -40,8 +40,8 @@ _RAW_INPUT_CONTENTS = 7 << 3 | _LENGTH
 _RAW_OUTPUT_CONTENTS = bytes([6 << 3 | _LENGTH])
 _INFER_RESPONSE = bytes([2 << 3 | _LENGTH])
 
-_LARGE_MESSAGE = 64 * 1024  # bytes; protobuf alone is faster for smaller ones
-_LARGE_TENSOR = 64 * 1024  # bytes; copying smaller ones is faster than a view
+_LARGE_MESSAGE = 64 * 1024  # bytes; protobuf is faster for smaller messages
+_LARGE_TENSOR = 64 * 1024  # bytes; copying is faster than a view for smaller tensors
 
 
 class InferMessage(NamedTuple):
@@ -160,7 +160,7 @@ def _encode_parts(
             write_parameters(output.parameters, window.parameters(window.write(tensor)))
     parts = [head.SerializeToString()]
     for tensor in response.outputs:
-        # One entry per output, empty for those in shared memory: clients match them by position.
+        # One entry per output, empty for outputs in shared memory: clients match entries by position.
         data = b"" if tensor.name in shared else _tensor_buffer(tensor)
         parts += (_RAW_OUTPUT_CONTENTS, _encode_varint(len(data)), data)
     return parts

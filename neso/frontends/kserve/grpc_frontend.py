@@ -75,9 +75,9 @@ class KServeGrpc:
         self._server = server
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Reject new RPCs, wait up to `grace` seconds for those in flight, end the rest with UNAVAILABLE.
+        """Reject new RPCs, wait up to `grace` seconds for RPCs in flight, then end the rest with UNAVAILABLE.
 
-        A stream accepts no more requests and ends after the responses to those in flight. Call before `Core.stop()`.
+        A stream accepts no more requests and ends after the pending responses. Call before `Core.stop()`.
         """
         server, self._server = self._server, None
         if server is None:

@@ -87,13 +87,13 @@ class _Responder:
         self._finish()
 
     def cancel(self) -> None:
-        """The client cancelled the call."""
+        """Handle a cancellation by the client."""
         self._finish()
         if self.stream is not None:
             self.stream.cancel()
 
     def abort(self) -> None:
-        """The server stops."""
+        """Handle the stop of the server."""
         self.fail(Unavailable(STOPPING))
         self.cancel()
 

@@ -69,7 +69,7 @@ class InferStream:
                 task.cancel()
 
     def drain(self) -> None:
-        """Accept no more requests; end with UNAVAILABLE after the responses to those in flight."""
+        """Accept no more requests; end with UNAVAILABLE after the responses to requests in flight."""
         if self._reader is not None:
             self._reader.cancel()
 
@@ -181,7 +181,7 @@ async def _only_response(responses: ResponseStream) -> InferenceResponse:
             only = response
         elif not response.flag_only:
             raise InternalError(
-                f"model '{response.model_name}' gave more than one response, "
+                f"model '{response.model_name}' returned more than one response, "
                 "which needs the decoupled transaction policy"
             )
     assert only is not None  # at least the final response

@@ -18,7 +18,7 @@ _LEVEL = 1  # higher levels take several times as long and barely shrink tensors
 
 
 class UnsupportedEncoding(Unsupported):
-    """The coding of a request body is unknown; the response lists the supported ones (`ACCEPTED`)."""
+    """The coding of a request body is unknown; the response lists the supported codings (`ACCEPTED`)."""
 
 
 ACCEPTED = (("Accept-Encoding", f"{GZIP}, {DEFLATE}"),)

@@ -167,7 +167,7 @@ class HttpHandlers:
 
 
 def reject_unnamed_region(kind: str) -> Callable[[Request], Response]:
-    """Handler of a registration without a region name. `kind`: system or cuda."""
+    """Reject a registration without a region name. `kind`: system or cuda."""
 
     def reject(request: Request) -> Response:
         raise InvalidArgument(f"'region name' is necessary to register {kind} shared memory region")

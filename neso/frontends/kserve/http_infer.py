@@ -95,7 +95,7 @@ class InferEndpoint:
         try:
             inference_response = await future
         finally:
-            stream.cancel()  # does nothing unless this task was cancelled by a disconnect
+            stream.cancel()  # no effect unless a disconnect cancelled this task
         response = write_infer_response(inference_response, output_format)
         if load := load_headers(request, self._service):
             response.headers = (*response.headers, *load)
@@ -103,7 +103,7 @@ class InferEndpoint:
         return response if accepted == IDENTITY else await asyncio.to_thread(compress, response, accepted)
 
     def _read(self, request: Request) -> tuple[Model, InferenceRequest, OutputFormat]:
-        """Raises `ServerError`."""
+        """Read the request. Raises `ServerError`."""
         service = self._service
         version = request.params.get("version", "")
         model = service.find_unary_model(request.params["model"], version, "HTTP end point")

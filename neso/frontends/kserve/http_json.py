@@ -226,7 +226,7 @@ def _array(name: str, datatype: DataType, flat: list[Any]) -> np.ndarray[Any, An
 
 
 def _all_finite(elements: np.ndarray[Any, Any]) -> bool:
-    # For few elements, counting bytes takes a fifth of the time of `all`; for many it is as fast.
+    # For few elements, counting bytes is five times as fast as `all`; for many, it is equally fast.
     return not np.isfinite(elements).tobytes().count(0)
 
 

@@ -86,7 +86,7 @@ def create_app(core: Core, options: OpenAIOptions) -> Starlette:
 
 
 def _document_routes(options: OpenAIOptions) -> list[Route]:
-    """Add `/openapi.json`, `/docs` and `/redoc`. The document is generated on the first request."""
+    """Return the routes `/openapi.json`, `/docs` and `/redoc`. The document is generated on the first request."""
     document = b""
 
     async def openapi(request: Request) -> Response:
@@ -110,7 +110,7 @@ def _document_routes(options: OpenAIOptions) -> list[Route]:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Return unknown paths and methods as errors in OpenAI's format."""
+    """Convert errors of unknown paths and methods to OpenAI's format."""
     assert isinstance(error, HTTPException)
     message = {
         404: f"Unknown request URL: {request.method} {request.url.path}.",

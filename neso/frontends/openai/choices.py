@@ -129,7 +129,7 @@ class ChoicesResponse:
         trace: Trace | None = None,
         images: tuple[Any, ...] = (),
     ) -> Any:
-        """Generate. Returns the JSON object, or for a stream an ASGI application when the first chunk is available.
+        """Generate. Returns the JSON object, or for a stream an ASGI application after the first chunk.
 
         `images` are used for every prompt. Raises `ApiError` and the errors of `Model.generate`.
         """
@@ -239,7 +239,7 @@ class ChoicesResponse:
 
     def _record(self, number: int, output: GenerationOutput) -> None:
         self._usage[number] = output.usage
-        if output.prompt_token_ids:  # in the first output only
+        if output.prompt_token_ids:  # only in the first output
             self._prompts[number].token_ids = output.prompt_token_ids
         if output.prompt_logprobs:
             self._prompts[number].logprobs = output.prompt_logprobs

@@ -130,7 +130,7 @@ class ModelResolver:
         return ResolvedModel(model, language_model, tokenizer, lora_name)
 
     def find_pooling(self, name: str) -> ResolvedPoolingModel:
-        """The pooling model of that name. Raises `ApiError` and `ServerError`."""
+        """Return the pooling model of that name. Raises `ApiError` and `ServerError`."""
         model = self._find(name)
         pooling_model = model.pooling_model
         if pooling_model is None or pooling_model.pooling is None:
@@ -138,14 +138,14 @@ class ModelResolver:
         return ResolvedPoolingModel(model, pooling_model)
 
     def find_text_model(self, name: str) -> Model:
-        """The model of that name, if it accepts text. Raises `ApiError` and `ServerError`."""
+        """Return the model of that name if it accepts text. Raises `ApiError` and `ServerError`."""
         model = self._find(name)
         if model.language_model is None and model.pooling_model is None:
             _check_generates_text(model)
         return model
 
     def text_models(self) -> list[Model]:
-        """The ready models that accept text, by name."""
+        """Return the ready models that accept text, by name."""
         found = {}
         for model in self._core.models():
             accepts_text = (

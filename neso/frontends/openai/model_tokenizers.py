@@ -137,7 +137,7 @@ class MissingTokenizer(NoTokenizer):
         self._reject()
 
     def _reject(self) -> NoReturn:
-        raise InvalidParameter("model", "no tokenizer is known for it, so it takes a prompt of text only")
+        raise InvalidParameter("model", "no tokenizer is known for this model, so the prompt must be text")
 
 
 MISSING_TOKENIZER = MissingTokenizer()

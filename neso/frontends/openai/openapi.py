@@ -143,7 +143,7 @@ def _success(declared: Operation, schema_of: SchemaOf) -> dict[str, Any]:
 
 
 def _event_schema(data: list[dict[str, Any]]) -> dict[str, Any]:
-    """Schema of a server-sent event whose data is one of `data`, or `[DONE]`."""
+    """Return the schema of a server-sent event whose data is one of `data`, or `[DONE]`."""
     encoded = {"type": "string", "contentMediaType": _JSON, "contentSchema": {"anyOf": data}}
     return {
         "type": "object",

@@ -23,7 +23,7 @@ class ParserRegistry(Generic[P]):
     """Parser classes, instantiated without arguments: `builtin` classes, and entry points of other packages in `group`.
 
     aliases: alternative names of builtin parsers.
-    words: special names, listed in errors. kind: noun for errors.
+    words: special names, listed in error messages. kind: noun for error messages.
     """
 
     def __init__(

@@ -280,7 +280,7 @@ class PoolingApi:
         *,
         activation: bool = True,
     ) -> tuple[Float32Array, list[PooledOutput]]:
-        """Scores float32[pairs]; `field` is the request field of `documents`. Raises `ApiError`."""
+        """Compute scores float32[pairs]; `field` is the request field of `documents`. Raises `ApiError`."""
         if not isinstance(documents, str) and not 0 < len(documents) <= MAX_PROMPTS:
             raise invalid(field, f"'{field}' must hold between 1 and {MAX_PROMPTS} texts.")
         model = self._resolver.find_pooling(request.model)

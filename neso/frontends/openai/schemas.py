@@ -141,7 +141,7 @@ class ErrorResponse(TypedDict):
 
 @open_object
 class PromptTokensDetails(TypedDict):
-    """Of the prompt tokens: those found in the prefix cache."""
+    """Details of the prompt tokens: the number found in the prefix cache."""
 
     cached_tokens: int
 

@@ -156,7 +156,7 @@ def _plain(field: FieldDescriptor, value: Any) -> Any:
 
 
 def is_ensemble(config: ModelConfig) -> bool:
-    """Whether the model is an ensemble."""
+    """Return whether the model is an ensemble."""
     return bool(config.platform == "ensemble")
 
 
@@ -236,7 +236,7 @@ def check_config(config: ModelConfig, name: str) -> None:
 
 
 def differ_in_instances_only(old: ModelConfig, new: ModelConfig) -> bool:
-    """Whether two completed configurations differ at most in instance groups and version policies."""
+    """Return whether two completed configurations differ at most in instance groups and version policies."""
     copies = []
     for config in (old, new):
         copy = ModelConfig()

@@ -16,7 +16,7 @@ _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def available_gpus() -> list[int]:
-    """CUDA device numbers of this machine, according to the driver and CUDA_VISIBLE_DEVICES."""
+    """Return the CUDA device numbers of this machine, according to the driver and CUDA_VISIBLE_DEVICES."""
     count = len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

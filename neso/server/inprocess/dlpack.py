@@ -93,7 +93,7 @@ def describe(owner: Any) -> Memory:
 
 
 def is_on_host(owner: Any) -> bool:
-    """Whether the CPU can read the object's memory."""
+    """Return whether the CPU can read the object's memory."""
     device = getattr(owner, "__dlpack_device__", None)
     return device is None or int(device()[0]) in (DLDeviceType.kDLCPU, DLDeviceType.kDLCUDAHost)
 

@@ -47,7 +47,7 @@ class Model:
         return f"Model({self.name!r}, {self.version!r})"
 
     def ready(self) -> bool:
-        """Whether requests can be executed now."""
+        """Return whether requests can be executed now."""
         try:
             return self._server.wait_for(
                 self._server.running_core().check_model_ready(self.name, self.version)
@@ -56,15 +56,15 @@ class Model:
             return False
 
     def metadata(self) -> ModelMetadata:
-        """Names, datatypes and shapes of inputs and outputs."""
+        """Return names, datatypes and shapes of inputs and outputs."""
         return self._server.call(lambda core: core.model(self.name, self.version).metadata())
 
     def config(self) -> dict[str, Any]:
-        """The completed configuration, with the field names of config.pbtxt."""
+        """Return the completed configuration, with the field names of config.pbtxt."""
         return config_to_dict(self._server.call(lambda core: core.model(self.name, self.version).config))
 
     def statistics(self) -> dict[str, Any]:
-        """Counters and durations, with the field names of the statistics extension."""
+        """Return counters and durations, with the field names of the statistics extension."""
         return self._server.call(lambda core: core.model(self.name, self.version).statistics.snapshot())
 
     def create_request(self, **fields: Any) -> InferenceRequest:
@@ -88,7 +88,7 @@ class Model:
     def async_infer(
         self, request: InferenceRequest | None = None, *, raise_on_error: bool = True, **fields: Any
     ) -> AsyncResponseIterator[InferenceResponse]:
-        """`infer` for the running event loop: `async for response in model.async_infer(…)`."""
+        """Like `infer`, for the running event loop: `async for response in model.async_infer(…)`."""
         request = self._request(request, fields)
         responses = AsyncResponseIterator(
             request.response_factory(), raise_on_error=raise_on_error, copies=request.response_queue

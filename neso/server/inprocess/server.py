@@ -97,19 +97,19 @@ class Server:
         self.stop()
 
     def live(self) -> bool:
-        """Whether the server is running."""
+        """Return whether the server is running."""
         return self._running and self.core.live()
 
     def ready(self) -> bool:
-        """Whether the requested models are ready."""
+        """Return whether the requested models are ready."""
         return self._running and self.core.ready()
 
     def metadata(self) -> ServerMetadata:
-        """Name, version and protocol extensions."""
+        """Return name, version and protocol extensions."""
         return self.call(lambda core: core.metadata())
 
     def metrics(self) -> str:
-        """All metrics in the Prometheus text format."""
+        """Return all metrics in the Prometheus text format."""
         return self.wait_for(self.core.render_metrics()).decode()
 
     def metric_family(self, name: str, description: str, kind: MetricKind) -> MetricFamily:
@@ -125,11 +125,11 @@ class Server:
         return Model(self, name, str(version))
 
     def models(self, ready_only: bool = False) -> Models:
-        """The models of the repositories by name and version, with their states."""
+        """Return the models of the repositories by name and version, with their states."""
         return Models(self, self.index(ready_only))
 
     def index(self, ready_only: bool = False) -> list[IndexEntry]:
-        """The models of the repositories, with state and reason."""
+        """Return the models of the repositories, with state and reason."""
         return self.call(lambda core: core.repository_index(ready_only))
 
     def load(self, name: str, config: str | None = None, files: dict[str, bytes] | None = None) -> Model:
@@ -170,7 +170,7 @@ class Server:
             self._frontends.remove(frontend)
 
     def running_core(self) -> Core:
-        """The core. Raises `Unavailable` if the server is not running."""
+        """Return the core. Raises `Unavailable` if the server is not running."""
         if not self._running:
             raise Unavailable("the server is not running")
         return self.core
@@ -201,7 +201,7 @@ class Server:
             raise Unavailable("the server has stopped") from None
 
     def check_may_wait(self) -> None:
-        """Raises `RuntimeError` in the server's thread, which would deadlock."""
+        """Raise `RuntimeError` in the server's thread, which would deadlock."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("the server's own thread must not wait for itself")
 

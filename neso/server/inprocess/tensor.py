@@ -74,7 +74,7 @@ class MemoryBuffer:
 
     @classmethod
     def from_dlpack(cls, owner: Any) -> MemoryBuffer:
-        """The memory of a DLPack object on any device. Raises `InvalidArgument`."""
+        """Return the memory of a DLPack object on any device. Raises `InvalidArgument`."""
         found = dlpack.describe(owner)
         if not found.contiguous:
             raise InvalidArgument("only contiguous memory is supported")
@@ -82,16 +82,12 @@ class MemoryBuffer:
 
 
 def wrap_gpu(owner: Any) -> Any:
-    """A `torch.Tensor` that shares the memory of a DLPack object. Raises `ServerError`."""
+    """Return a `torch.Tensor` that shares the memory of a DLPack object. Raises `ServerError`."""
     torch = _torch()
     try:
         return torch.from_dlpack(owner).contiguous()
-    except (
-        RuntimeError,
-        BufferError,
-        TypeError,
-        AssertionError,
-    ) as error:  # AssertionError: torch without CUDA
+    except (RuntimeError, BufferError, TypeError, AssertionError) as error:
+        # torch without CUDA raises AssertionError.
         raise InvalidArgument(f"the object cannot be read through DLPack: {error}") from None
 
 
@@ -99,7 +95,7 @@ def upload_to_gpu(array: npt.NDArray[Any], index: int) -> Any:
     """Copy an array to a GPU. Raises `Unsupported` if the GPU does not exist."""
     torch = _torch()
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        raise Unsupported(f"there is no GPU {index} to move a tensor to")
+        raise Unsupported(f"cannot move the tensor to GPU {index}: there is no such GPU")
     # torch requires writable arrays, but does not write.
     source = array.view(np.uint16) if array.dtype == dlpack.BFLOAT16 else array
     with torch.cuda.device(index):
@@ -224,18 +220,18 @@ class Tensor:
         return MemoryBuffer(array.ctypes.data, MemoryType.CPU, 0, array.nbytes, array)
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The elements; a copy for GPU tensors."""
+        """Return the elements; a copy for GPU tensors."""
         return self.to_server().array
 
     def to_string_array(self) -> npt.NDArray[np.object_]:
-        """The elements of a BYTES tensor as strings. Raises `InvalidArgument` for other tensors."""
+        """Return the elements of a BYTES tensor as strings. Raises `InvalidArgument` for other tensors."""
         self._need_bytes()
         texts = np.empty(self.shape, np.object_)
         texts.reshape(-1)[:] = self.to_server().strings()
         return texts
 
     def to_bytes_array(self) -> npt.NDArray[np.object_]:
-        """The elements of a BYTES tensor. Raises `InvalidArgument` for other tensors."""
+        """Return the elements of a BYTES tensor. Raises `InvalidArgument` for other tensors."""
         self._need_bytes()
         return self.to_server().array
 

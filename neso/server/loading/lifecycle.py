@@ -42,7 +42,7 @@ class ModelLifecycle:
         self._ending = False
 
     def all_ready(self) -> bool:
-        """Whether all versions that should be loaded are ready."""
+        """Return whether all versions that should be loaded are ready."""
         return all(
             slot.model.ready() if slot.model is not None else slot.unloaded
             for record in self._table
@@ -52,8 +52,8 @@ class ModelLifecycle:
     async def load(self, source: ModelSource, *, explicit: bool = False) -> None:
         """Load the versions selected by the version policy, or reload the changed ones.
 
-        No effect if the loaded versions already match the source. Loaded versions serve requests until the new ones are
-        ready, and stay loaded if the new ones fail. Raises `ServerError` with the reason.
+        No effect if the loaded versions already match the source. Loaded versions serve requests until the new
+        versions are ready, and stay loaded if these fail. Raises `ServerError` with the reason.
         """
         async with self._locks.loading(source.id):
             record = self._table.record(source)
@@ -295,7 +295,7 @@ class ModelLifecycle:
         old: dict[int, VersionSlot],
         fresh: dict[int, VersionSlot],
     ) -> None:
-        """Route requests to the new models, and unload the old ones when they are idle."""
+        """Route requests to the new models, and unload the old models when they are idle."""
         ready = [str(version) for version, slot in fresh.items() if slot.model is not None]
         for slot in fresh.values():
             if slot.model is not None:

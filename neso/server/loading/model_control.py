@@ -51,7 +51,7 @@ class ModelControl:
             self._polling = asyncio.get_running_loop().create_task(self._poll_forever())
 
     async def stop(self) -> None:
-        """Cancel loads in progress and reject new ones."""
+        """Cancel loads in progress and reject new loads."""
         self._stopping = True
         tasks = {*self._loads, *((self._polling,) if self._polling is not None else ())}
         for task in tasks:
@@ -65,7 +65,7 @@ class ModelControl:
         self._added[name] = ModelSource(name, Path(directory), fingerprint=Fingerprint(), config=config)
 
     def index(self) -> list[IndexEntry]:
-        """Models in the repositories and models loaded from elsewhere, with their states."""
+        """Return the models in the repositories and models loaded from elsewhere, with their states."""
         entries = [(record.name, record.entries()) for record in self._table]
         known = {name for name, _ in entries}
         untouched = {*self._repositories.names(), *self._added} - known
@@ -118,7 +118,7 @@ class ModelControl:
             sources = self._find(name)
         except NotFound:
             raise InternalError(
-                f"failed to load '{name}', failed to poll from model repository: it holds no such model"
+                f"failed to load '{name}', failed to poll from model repository: model not found"
             ) from None
         return sources if config is None else [source.with_config(config) for source in sources]
 

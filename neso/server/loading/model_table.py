@@ -35,7 +35,7 @@ class LoadLocks:
         return bool(_being_loaded.get())
 
     def lock(self, id: str) -> asyncio.Lock:
-        """The lock to hold while changing a model."""
+        """Return the lock to hold while changing a model."""
         lock = self._locks.get(id)
         if lock is None:
             lock = self._locks[id] = asyncio.Lock()
@@ -58,7 +58,7 @@ class LoadLocks:
 
     @asynccontextmanager
     async def slot(self, id: str) -> AsyncIterator[None]:
-        """A slot in the limit on concurrent loads."""
+        """Hold a slot of the limit on concurrent loads."""
         await self._slots.acquire()
         self._held_slots[id] += 1
         try:
@@ -147,7 +147,7 @@ class ModelRecord:
         return all(slot.unloaded for slot in self.slots.values())
 
     def holds(self, source: ModelSource) -> bool:
-        """Whether the serving versions are the versions that a load of `source` would produce."""
+        """Return whether the serving versions are the versions that a load of `source` would produce."""
         if self.source is None or not self.models or self.source.overridden or source.overridden:
             return False
         if not all(slot.unloaded or (slot.model and slot.model.ready()) for slot in self.slots.values()):
@@ -155,7 +155,7 @@ class ModelRecord:
         return source.fingerprint is not None and source.fingerprint == self.source.fingerprint
 
     def entries(self) -> list[IndexEntry]:
-        """Entries of the repository index."""
+        """Return entries of the repository index."""
         return [
             IndexEntry(self.name, str(version) if version else "", slot.state, slot.reason)
             for version, slot in self.slots.items()

@@ -159,7 +159,7 @@ class LogSettings:
         self._apply()
 
     def settings(self) -> Values:
-        """The current settings in the format of the logging extension."""
+        """Return the current settings in the format of the logging extension."""
         options = self.options
         return {
             "log_file": options.file,
@@ -200,7 +200,7 @@ class LogSettings:
         self._handler.setFormatter(make_formatter(self.options.format))
 
     def _level(self) -> int:
-        """The lowest enabled level."""
+        """Return the lowest enabled level."""
         options = self.options
         wanted = (
             (options.verbose_level > 0, logging.DEBUG),
@@ -225,7 +225,7 @@ _settings = LogSettings()
 
 
 def log_settings() -> LogSettings:
-    """The log settings of this process."""
+    """Return the log settings of this process."""
     return _settings
 
 

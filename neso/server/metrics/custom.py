@@ -74,7 +74,7 @@ class CustomMetric:
             return self._value
 
     def samples(self) -> list[Sample]:
-        """Samples of the text format."""
+        """Return samples of the text format."""
         name, labels = self.family.name, dict(self.labels)
         with self._lock:
             if self._histogram is None:

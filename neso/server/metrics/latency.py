@@ -51,7 +51,7 @@ class BucketCounts:
         self.sum += value
 
     def samples(self, name: str, labels: dict[str, str]) -> Iterator[Sample]:
-        """Samples of the text format. Bounds are formatted as in Triton: 1, not 1.0."""
+        """Yield samples of the text format. Bounds are formatted as in Triton: 1, not 1.0."""
         total = 0
         counts = list(self._counts)
         yield Sample(f"{name}_count", labels, sum(counts))
@@ -78,7 +78,7 @@ class LatencySummary:
         self._old: deque[dict[int, int]] = deque(maxlen=NUM_SLICES - 1)
 
     def add(self, ns: int, now: int) -> None:
-        """Count a duration (ns; negative ones count as 0). `now`: monotonic clock, ns."""
+        """Count a duration (ns; negative durations count as 0). `now`: monotonic clock, ns."""
         if ns < 0:
             ns = 0
         if now >= self._slice_end:

@@ -94,7 +94,7 @@ class CpuMetrics:
         self._memory = self._read_memory()
 
     def collect(self) -> Iterator[Metric]:
-        """The families as of the last `refresh`."""
+        """Yield the families as of the last `refresh`."""
         if self._utilization is not None:
             yield _single(CPU_UTILIZATION, self._utilization)
         if self._memory is not None:
@@ -194,7 +194,7 @@ class GpuMetrics:
             gpu.readings = readings
 
     def collect(self) -> Iterator[Metric]:
-        """The families as of the last `refresh`."""
+        """Yield the families as of the last `refresh`."""
         for family in GPU_FAMILIES:
             name = family.name
             yield _metric(

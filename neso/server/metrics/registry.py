@@ -123,7 +123,7 @@ class MetricsRegistry(CollectorRegistry):
         return lambda: watched.remove(values, read)
 
     def taken(self, name: str) -> bool:
-        """Whether the name is used by a family of the server or of a backend."""
+        """Return whether the name is used by a family of the server or of a backend."""
         return name in self._families or f"{name}_total" in self._families or name in self._reserved
 
     def describe(self) -> list[Family]:
@@ -137,7 +137,7 @@ class MetricsRegistry(CollectorRegistry):
         return [sample for metric in self._families[name][1].collect() for sample in metric.samples]
 
     def render(self) -> bytes:
-        """All metrics in the text exposition format."""
+        """Return all metrics in the text exposition format."""
         return "".join(self._lines()).encode()
 
     async def render_in_turns(self) -> bytes:

@@ -23,14 +23,15 @@ class Bucket(NamedTuple):
 
 
 def is_cloud_uri(uri: str) -> bool:
-    """Whether a repository is a URI rather than a directory."""
+    """Return whether a repository is a URI rather than a directory."""
     return "://" in uri
 
 
 def parse_uri(uri: str) -> Bucket:
-    """Triton's `s3://bucket/path`, `s3://https://host:port/bucket/path`, `gs://bucket/path`, `as://account/container/path`.
+    """Parse a repository URI. Raises `InvalidArgument`.
 
-    Other protocols are passed to fsspec unchanged. Raises `InvalidArgument`.
+    Triton's formats are `s3://bucket/path`, `s3://https://host:port/bucket/path`, `gs://bucket/path` and
+    `as://account/container/path`. Other protocols are passed to fsspec unchanged.
     """
     protocol, _, path = uri.partition("://")
     path = path.rstrip("/")
@@ -73,7 +74,7 @@ class CloudRepository:
             raise Unavailable(f"model repository '{self.uri}' cannot be read: {error}") from None
 
     def folders(self) -> list[str]:
-        """Names of the model folders. Raises `OSError`."""
+        """Return the names of the model folders. Raises `OSError`."""
         self._files.invalidate_cache()
         found = self._files.ls(self._path, detail=True)
         names = [_name(entry["name"]) for entry in found if entry["type"] == "directory"]
@@ -81,7 +82,7 @@ class CloudRepository:
         return list(self._listed)
 
     def listed(self) -> list[str]:
-        """The last result of `folders`; does not block."""
+        """Return the last result of `folders`; does not block."""
         return list(self._listed)
 
     def holds(self, folder: str) -> bool:

@@ -202,7 +202,7 @@ class LocalRepository:
             raise NotFound(f"model repository '{self.uri}' is not a directory")
 
     def folders(self) -> list[str]:
-        """Names of the model folders. Raises `OSError`."""
+        """Return the names of the model folders. Raises `OSError`."""
         return [
             path.name for path in self._directory.iterdir() if not path.name.startswith(".") and path.is_dir()
         ]

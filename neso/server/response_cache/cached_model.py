@@ -278,7 +278,7 @@ def open_cached_model(
     start: Callable[[ResponseStream], None],
     ended: Callable[[ResponseStream], None],
 ) -> CachedModel[Any] | None:
-    """Return None for a model without caching; log a warning if its configuration enables caching without effect."""
+    """Create the response caching of a model; None if disabled. Logs a warning if it is enabled without effect."""
     if not context.config.response_cache.enable:
         return None
     cache = context.core.response_cache

@@ -109,7 +109,7 @@ class Batch:
         return sum(self.rows)
 
     def scatter(self, outputs: dict[str, Array]) -> list[list[Tensor]]:
-        """Split the outputs of the execution into views, one mapping per request in the order of `streams`.
+        """Split the outputs of the execution into views: one list of tensors per request, in the order of `streams`.
 
         Outputs have one row per input row; outputs in `batch_output` are split by the shapes of their source input.
         Strings can be str or bytes. Raises `InternalError` for outputs of unexpected size.

@@ -75,7 +75,7 @@ class BatchChooser:
     """
 
     def __init__(self, signature: Signature, max_size: int, preferred: Iterable[int], delay_us: int) -> None:
-        """`max_size` and `preferred` are batch sizes; a single request can be larger."""
+        """Create a chooser. `max_size` and `preferred` are batch sizes; a single request can be larger."""
         self._signature = signature
         self._max_size = max_size
         self._preferred = sorted(size for size in preferred if size <= max_size)

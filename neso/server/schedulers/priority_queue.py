@@ -17,7 +17,7 @@ from neso.server.inference_response import ResponseStream
 class QueuePolicy:
     """Queue policy of a priority level (`ModelQueuePolicy`).
 
-    - delays: execute timed-out requests after all others instead of rejecting them
+    - delays: execute timed-out requests after the other requests of the level instead of rejecting them
     - timeout_us: queue timeout; 0 for none
     - overridable: requests can set a shorter timeout
     - max_size: maximum number of waiting requests; 0 for no limit
@@ -114,14 +114,14 @@ class PriorityQueue:
         stream.request.on_cancel(self._mark_closed)
 
     def waiting(self) -> Iterator[ResponseStream]:
-        """Return the open requests in execution order."""
+        """Yield the open requests in execution order."""
         for queue in self._queues:
             for stream in queue:
                 if not stream.closed:
                     yield stream
 
     def take(self, count: int) -> None:
-        """Remove and return the first `count` open requests; also remove closed requests before them."""
+        """Remove the first `count` open requests, and the closed requests before them."""
         for queue in self._queues:
             while queue and (count or queue[0].closed):
                 stream = queue.popleft()

@@ -207,7 +207,7 @@ class SequenceStates:
         request.inputs.update(states)
 
     def take(self, states: States, response: InferenceResponse) -> None:
-        """Store the states in a response, and remove those that are not declared as outputs.
+        """Store the states in a response, and remove states that are not declared as outputs.
 
         A state with a wrong datatype turns the response into an error. A missing state stays unchanged.
         """

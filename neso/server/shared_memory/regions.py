@@ -175,7 +175,7 @@ class SharedMemory:
         return CudaDriver.load() if self.enabled else None
 
     def status(self, name: str = "") -> list[SharedMemoryRegion]:
-        """The region of a name, or all regions. Raises `NotFound`."""
+        """Return the region of a name, or all regions. Raises `NotFound`."""
         self.check_enabled()
         if not name:
             return list(self._regions.values())
@@ -207,7 +207,7 @@ class SharedMemory:
         return SharedMemoryWindow(region, offset, byte_size)
 
     def cuda_status(self, name: str = "") -> list[CudaRegion]:
-        """The region of a name, or all regions. Raises `NotFound`."""
+        """Return the region of a name, or all regions. Raises `NotFound`."""
         self.check_enabled()
         if not name:
             return list(self._cuda_regions.values())

@@ -66,7 +66,7 @@ class TraceSink:
         """Called when a model execution starts."""
 
     def end_model(self, model: ModelTrace) -> None:
-        """A model execution has ended."""
+        """Called when a model execution has ended."""
 
     def end(self, trace: Trace) -> None:
         """Called when the frontend and all model executions have ended."""
@@ -79,7 +79,7 @@ class TraceSink:
         return None
 
     def name(self, trace: Trace) -> str:
-        """The trace id for logs."""
+        """Return the trace id for logs."""
         return str(trace.id)
 
 

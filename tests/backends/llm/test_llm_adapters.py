@@ -120,7 +120,7 @@ async def test_by_tensors(core, made):
         await ask(core, lora_config=weights["lora_config"])
     with pytest.raises(InvalidArgument, match="must come together with lora_config"):
         await ask(core, **task, lora_weights=rows)
-    with pytest.raises(InvalidArgument, match="cannot come together with lora_task_id"):
+    with pytest.raises(InvalidArgument, match="cannot be combined with lora_task_id"):
         await ask(core, {"lora_name": "one"}, **task)
     with pytest.raises(InvalidArgument, match=r"lora_config: .*module id 99"):
         bad = weights["lora_config"].copy()

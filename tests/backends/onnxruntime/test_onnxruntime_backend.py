@@ -238,7 +238,7 @@ UNABLE = "unable to load model 'model', configuration expects datatype"
         ),
         (
             "optimization { execution_accelerators { cpu_execution_accelerator { name: 'openvino' } } }",
-            "model 'model' asks for OpenVINOExecutionProvider, this build of onnxruntime has",
+            "model 'model' needs OpenVINOExecutionProvider, this build of onnxruntime has",
         ),
         (
             "optimization { execution_accelerators { cpu_execution_accelerator { name: 'magic' } } }",
@@ -258,7 +258,7 @@ async def test_mismatched_configurations_are_rejected(serve_files, config, messa
 async def test_kind_gpu_without_cuda(serve_files):
     core = await serve_files(CONFIG + "instance_group { kind: KIND_GPU }", LINEAR)
     assert reason(core).startswith(
-        "model 'model' asks for CUDAExecutionProvider, this build of onnxruntime has "
+        "model 'model' needs CUDAExecutionProvider, this build of onnxruntime has "
     )
 
 

@@ -21,7 +21,7 @@ def settings(parameters: dict[str, str] | None = None, **backend_config: str) ->
 
 def test_defaults():
     given = settings()
-    assert (given.in_process, given.environment, given.stub_timeout) == (False, "", 30)
+    assert (given.use_process, given.environment, given.stub_timeout) == (False, "", 30)
     assert (given.shm_default_size, given.shm_growth_size) == (1 << 20, 1 << 20)
 
 
@@ -37,7 +37,7 @@ def test_settings_are_parsed():
 
 
 @pytest.mark.parametrize(
-    ("parameters", "backend_config", "in_process"),
+    ("parameters", "backend_config", "use_process"),
     [
         ({"EXECUTION_MODE": "process"}, {}, True),
         ({}, {"execution_mode": "process"}, True),
@@ -46,8 +46,8 @@ def test_settings_are_parsed():
         ({"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}, {}, False),
     ],
 )
-def test_model_parameter_overrides_the_backend_setting(parameters, backend_config, in_process):
-    assert settings(parameters, **backend_config).in_process is in_process
+def test_model_parameter_overrides_the_backend_setting(parameters, backend_config, use_process):
+    assert settings(parameters, **backend_config).use_process is use_process
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_a_bundled_model(read):
 def test_tensorrt_engines_are_rejected(read, tmp_path):
     (tmp_path / "trt").mkdir()
     (tmp_path / "trt" / "rank0.engine").touch()
-    with pytest.raises(InvalidArgument, match=r"holds an engine of TensorRT.*neso build"):
+    with pytest.raises(InvalidArgument, match=r"contains a TensorRT engine.*neso build"):
         read(tmp_path / "trt")
     (tmp_path / "trt" / "rank0.engine").unlink()
     (tmp_path / "trt" / "config.json").write_text('{"mapping": {"tp_size": 1}}')

@@ -169,8 +169,8 @@ def test_end_token_and_min_tokens():
 @pytest.mark.parametrize(
     ("request_id", "options", "message"),
     [
-        ("big", {"prompt": [1] * 300, "max_tokens": 8}, "308 tokens of cache"),
-        ("many", {"prompt": [1], "n": 9}, "at most 8 sequences"),
+        ("big", {"prompt": [1] * 300, "max_tokens": 8}, "308 tokens of KV cache"),
+        ("many", {"prompt": [1], "n": 9}, "at most 8 can run"),
         ("twice", {"prompt": [1]}, "in use"),
     ],
 )

@@ -80,7 +80,7 @@ def test_overlapping_steps_fail_too(monkeypatch, place):
     assert run(core) == {("next", 0): expected_tokens([1, 2, 3], 8)}
 
 
-def test_an_unschedulable_request_does_not_block_others(monkeypatch):
+def test_an_unschedulable_request_does_not_block_other_requests(monkeypatch):
     core = make_core()
     core.add(make_request("poison", [66]))
     core.add(make_request("good", [1]))

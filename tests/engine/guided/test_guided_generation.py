@@ -184,7 +184,7 @@ def test_legacy_structural_tags(llm: LLM) -> None:
 
 
 def test_complete_text_ends_immediately(llm: LLM) -> None:
-    """If nothing can follow, no end token is needed, whatever the stop parameters are."""
+    """If nothing can follow, no end token is needed, for any stop parameters."""
     for extra in ({}, {"ignore_eos": True}, {"min_tokens": 50}):
         (output,) = generate(llm, {"choice": ("hello",)}, n=1, **extra)
         assert (output.text, output.finish_reason, output.stop_reason) == ("hello", FinishReason.STOP, None)

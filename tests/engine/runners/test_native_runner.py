@@ -23,7 +23,7 @@ from neso.engine.weights.checkpoint import Checkpoint
 Factory = Callable[..., Path]
 oracle = lru_cache(load_oracle)
 
-# Heads and groups as large models have them, so that tiles of queries fill.
+# Heads and groups as in large models, so that query tiles are filled.
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "num_attention_heads": 8,

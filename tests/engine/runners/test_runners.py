@@ -29,7 +29,7 @@ Load = Callable[[Path], Runner]
 
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx"]
 
-# Logits spread over some units; float32 sums in another order differ by a few 1e-5.
+# Logits span a few units; float32 sums in a different order differ by a few 1e-5.
 ATOL = 2e-4
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}

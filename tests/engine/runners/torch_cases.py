@@ -441,7 +441,7 @@ class DeviceLogitsCases:
 
     def test_writing_a_row_changes_no_other(self, device: torch.device) -> None:
         array = normal(4, 7).numpy()
-        with torch.inference_mode():  # as a step computes them
+        with torch.inference_mode():  # as in a step
             logits = DeviceLogits(torch.from_numpy(array.copy()).to(device) * 1)
         row = logits[2]
         row[3:] = -np.inf

@@ -119,7 +119,7 @@ def test_byte_level_families(tmp_path: Path, pre: str) -> None:
         ("smollm", "HelloWorld 123", ["HelloWorld", "Ġ", "1", "2", "3"]),
     ],
 )
-def test_words(tmp_path: Path, pre: str, text: str, words: list[str]) -> None:
+def test_pre_tokenization(tmp_path: Path, pre: str, text: str, words: list[str]) -> None:
     tokenizer = Tokenizer.from_gguf(write(tmp_path, byte_level_backend(), pre=pre))
     splits = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
     assert [word for word, _ in splits] == words
@@ -267,7 +267,7 @@ def test_all_families(tmp_path: Path) -> None:
         (lambda w: w.add_token_list(["a", "b", "a"]), "token_type' must be"),
         (
             lambda w: (w.add_token_list(["a", "b", "a"]), w.add_token_types([1, 1, 1])),
-            "'a' is there twice, as 0 and 2",
+            "'a' is duplicated, as 0 and 2",
         ),
         (lambda w: (w.add_add_bos_token(True), w.add_bos_token_id(10**6)), "add_bos_token is true"),
         (lambda w: w.add_array("tokenizer.chat_templates", ["lost"]), "chat_template.lost' is missing"),

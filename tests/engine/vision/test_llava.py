@@ -220,7 +220,7 @@ def test_vision_tower_error_fails_only_its_request(llava, monkeypatch):
     monkeypatch.setattr(llm.core.addon(EmbeddingInputs).images, "encode", broken)
     stream = llm.stream("A text", GREEDY)
     next(stream)
-    with pytest.raises(EngineError, match="its images failed: no room"):
+    with pytest.raises(EngineError, match="processing its images failed: no room"):
         llm.generate({"prompt": "<image>x", "images": [picture()]}, GREEDY, progress=False)
     assert list(stream)[-1].finished
     llm.core.check_integrity()

@@ -97,7 +97,7 @@ def tokens() -> tuple[Tokenizer, TokenTable, LLTokenizer]:
 
 
 def fits(tokens: tuple[Tokenizer, TokenTable, LLTokenizer], guided: GuidedDecoding | None, text: str) -> bool:
-    """Whether the constraint accepts `text` as the whole output."""
+    """Return whether the constraint accepts `text` as the whole output."""
     assert guided is not None
     tokenizer, table, ll_tokenizer = tokens
     matcher, error = make_matcher(ll_tokenizer, grammar_text(guided, table.special_tokens()))

@@ -22,7 +22,7 @@ PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</too
 
 
 def read_stream(pieces: list[str]) -> ParsedMessage:
-    """The joined events of a stream."""
+    """Return the joined events of a stream."""
     stream = HermesParser().stream()
     events = [event for piece in pieces for event in stream.feed(piece)] + stream.finish()
     message = ParsedMessage("")

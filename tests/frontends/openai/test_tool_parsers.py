@@ -89,7 +89,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 def read_stream(
     parser: ToolParser, pieces: list[str], *, eager: bool = True, limit: int = 10_000
 ) -> ParsedMessage:
-    """The joined events of a stream."""
+    """Return the joined events of a stream."""
     stream = parser.stream(FUNCTIONS, eager=eager, max_call_chars=limit)
     message = ParsedMessage("")
     for event in [event for piece in pieces for event in stream.feed(piece)] + stream.finish():
@@ -150,8 +150,8 @@ def test_names_are_reported_before_arguments_are_complete(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_forced_form_is_parsed(name: str) -> None:
-    """A text in the forced format, with JSON for its schemas."""
+def test_forced_format_is_parsed(name: str) -> None:
+    """A text in the forced format, with JSON that matches its schemas."""
     parser = find_tool_parser(name)
     text = _write(parser.forced_form(FUNCTIONS, many_calls=True))
     assert loaded(parser.parse(text, FUNCTIONS)) == [("get_weather", {"city": "Oslo"}), ("now", {})]

@@ -64,7 +64,7 @@ async def test_added_and_removed_versions_leave_others_loaded(repository: Reposi
     assert (await value_of(core, "m"), await value_of(core, "m", "1")) == (3, 1)
 
 
-async def test_a_broken_change_keeps_the_serving_version(repository: RepositoryBuilder, start_core):
+async def test_an_invalid_change_keeps_the_loaded_version(repository: RepositoryBuilder, start_core):
     folder = repository.add_constant("m", 1)
     core = await start_core(poll=True)
     for break_it in (

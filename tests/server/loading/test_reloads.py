@@ -204,7 +204,7 @@ async def test_an_override_of_instances_keeps_the_model(repository: RepositoryBu
     assert core.model("m") is model and len(await instances_of(core)) == 1
 
 
-async def test_no_request_is_lost_through_reloads(repository: RepositoryBuilder, start_core):
+async def test_reloads_drop_no_requests(repository: RepositoryBuilder, start_core):
     repository.add_constant("m", 0, config=IDENTITY_TENSORS + "instance_group { count: 2 }")
     core = await start_core(explicit=True, startup_models=("m",))
     answered: list[float] = []

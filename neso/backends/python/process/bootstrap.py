@@ -1,7 +1,7 @@
-"""The program of a model's process: `python bootstrap.py SOCKET FROM_SERVER TO_SERVER` (descriptors).
+"""Program of a model's process: `python bootstrap.py SOCKET FROM_SERVER TO_SERVER` (descriptors).
 
-It may be started by the Python of an environment that knows nothing of Neso. The package is therefore imported from
-where this file is, without a place in `sys.path`, where it would bring its neighbours along.
+The model's Python environment need not contain Neso. The package is therefore imported from the location of this file.
+Its parent folder is not added to `sys.path`, because that would expose unrelated packages.
 """
 
 import sys

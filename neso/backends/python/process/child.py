@@ -1,4 +1,4 @@
-"""Main program of a child process: runs one instance of a model, controlled by messages of the server."""
+"""Main program of a child process: runs one instance of a model, controlled by messages from the server."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ _PR_SET_PDEATHSIG = 1
 def main(connection: int, from_server: int, to_server: int) -> None:
     """Run an instance, or auto-complete a configuration, depending on the first message."""
     _exit_with_parent()
-    # Ctrl-C is sent to the whole process group, but the server ends its models itself. Not SIG_IGN: programs started
-    # by the model would inherit that.
+    # Ctrl-C is sent to the whole process group, but the server ends its models itself. SIG_IGN would be inherited by
+    # programs that the model starts.
     signal.signal(signal.SIGINT, lambda *_: None)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     channel = ChildChannel(socket.socket(fileno=connection), from_server, to_server)
@@ -101,7 +101,7 @@ class Child:
                 self._handle(message)
         except BaseException:
             traceback.print_exc()
-            os._exit(1)  # the server's messages can no longer be handled
+            os._exit(1)  # messages from the server can no longer be handled
         os._exit(0)  # the server has closed the connection
 
     def _handle(self, message: Message) -> None:
@@ -144,7 +144,7 @@ class Child:
         if self._decoupled:
             self._channel.send(executed)
         else:
-            # Only responses follow until `_work_done`: send all of them at once.
+            # Only responses follow until `_work_done`: send them all at once.
             self._finishing = True
             self._channel.send_later(executed)
 
@@ -170,7 +170,7 @@ class Child:
 
 
 class ChildStream:
-    """A request in flight, identified by its number in messages. Implements `RequestStream`."""
+    """A request in flight, identified by a number in messages. Implements `RequestStream`."""
 
     def __init__(self, number: int, request: InferenceRequest, trace: TraceData | None) -> None:
         self.number = number
@@ -193,5 +193,5 @@ def _log_to(channel: ChildChannel, level: int) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Have the kernel kill this process when the server dies, even if the model is blocked."""
+    """Let the kernel kill this process when the server dies, even if the model is blocked."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

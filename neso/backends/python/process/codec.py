@@ -1,8 +1,8 @@
-"""Encoding of messages, and of requests, responses, tensors and log records as messages.
+"""Encoding of messages, and conversion of requests, responses, tensors and log records to messages.
 
-A message is a pickle after its length (4 bytes, little-endian). Pickle is in the standard library, so a model's
-environment needs no further package, and protocol 4 works between Python versions. The unpickler only instantiates the
-classes of `messages` and plain data.
+A message is its length (4 bytes, little-endian) and a pickle. Pickle is in the standard library, so a model's
+environment needs no additional package, and protocol 4 is compatible between Python versions. The unpickler
+instantiates only the classes of `messages` and plain data.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Decoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Add a chunk and yield the messages it completes. Raises `pickle.UnpicklingError` for invalid data."""
+        """Add a chunk and yield the completed messages. Raises `pickle.UnpicklingError` for invalid data."""
         self._buffer += data
         start = 0
         try:
@@ -90,15 +90,15 @@ class Decoder:
 
 
 INLINE_BYTES = 8192
-"""Tensors up to this size are sent through the socket: that costs less than allocating shared memory."""
+"""Maximum size of tensors sent through the socket, in bytes. For these it is faster than allocating shared memory."""
 
 
 class MessageCodec:
     """Packs and unpacks requests and responses on one side of a channel.
 
-    Sending a tensor copies it once, to this side's arena `own`; a view of a received block is sent back without a
-    copy. Received tensors are views of the other side's arena (`remote_file`). `released` is called with the offset of
-    a remote block that is no longer used here.
+    Sending a tensor copies it once, to this side's arena `own`. Views of received blocks are sent back without a copy.
+    Received tensors are views of the other side's arena (`remote_file`). `released` is called with the offset of a
+    remote block that is no longer used on this side.
     """
 
     def __init__(self, own: Arena, remote_file: FileIO, released: Callable[[int], None]) -> None:
@@ -106,7 +106,7 @@ class MessageCodec:
         self._remote = ArenaReader(remote_file, released)
 
     def pack(self, tensor: Tensor) -> TensorData:
-        """Keep the tensor alive until the message is sent. Raises `InternalError` if memory is exhausted."""
+        """Pack a tensor. Keep it alive until the message is sent. Raises `InternalError` if memory is exhausted."""
         name, datatype, shape = str(tensor.name), tensor.datatype.value, tensor.shape
         if tensor.datatype is DataType.BYTES:
             source = np.frombuffer(tensor.to_wire(), np.uint8)
@@ -126,7 +126,7 @@ class MessageCodec:
         return TensorData(name, datatype, shape, block=block)
 
     def unpack(self, data: TensorData) -> Tensor:
-        """A tensor that views the shared memory, or the message."""
+        """Return a tensor that is a view of the shared memory or of the message."""
         datatype = DataType(data.datatype)
         if data.block is None:
             return Tensor.from_wire(data.name, datatype, data.shape, data.data or b"")
@@ -199,7 +199,7 @@ def unpack_error(error: tuple[str, str]) -> ServerError:
 
 
 def payload_size(tensors: Iterable[Tensor]) -> int:
-    """Bytes to copy for these tensors. Elements of BYTES tensors are not counted: that would be slow."""
+    """Return the number of bytes to copy for these tensors. Elements of BYTES tensors are not counted, for speed."""
     return sum(int(tensor.array.nbytes) for tensor in tensors)
 
 
@@ -216,7 +216,7 @@ def _plain_value(value: ParameterValue) -> ParameterValue:
 
 
 class ServerLogHandler(logging.Handler):
-    """Child side: sends each log record to the server, with the traceback formatted."""
+    """Child side: sends each log record, with a formatted traceback, to the server."""
 
     def __init__(self, send: Callable[[Log], None]) -> None:
         super().__init__()
@@ -233,12 +233,12 @@ class ServerLogHandler(logging.Handler):
 
 
 def log_level() -> int:
-    """Effective log level for models on the server."""
+    """Return the effective log level for models on the server."""
     return logging.getLogger("neso.model").getEffectiveLevel()
 
 
 def write_log_record(record: Log) -> None:
-    """Server side: log a record of the child, with its original source location."""
+    """Server side: log a record of the child with its original source location."""
     logger = logging.getLogger(record.logger)
     if logger.isEnabledFor(record.level):
         location = (record.path, record.line)

@@ -1,6 +1,6 @@
-"""Messages between the server and the process of a model. Large tensors are passed in shared memory instead.
+"""Messages between the server and the process of a model. Large tensors are passed in shared memory.
 
-Fields are plain data: numbers, text, bytes, and tuples, lists and dictionaries of these.
+Fields are plain data: numbers, strings, bytes, and tuples, lists and dictionaries of these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Block(NamedTuple):
     """A block of shared memory. Offsets and sizes are in bytes of the file.
 
     - segment, segment_size: offset and size of the mapped segment that contains the block
-    - returned: the block belongs to the receiver, which sent it before; else to the sender
+    - returned: whether the block belongs to the receiver, which sent it before; otherwise it belongs to the sender
     """
 
     segment: int
@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
 
 class TensorData(NamedTuple):
-    """A tensor in the binary tensor format: in `data`, or in `block` from byte `start` on."""
+    """A tensor in the binary tensor format: in `data`, or in `block` starting at byte `start`."""
 
     name: str
     datatype: str
@@ -36,7 +36,7 @@ class TensorData(NamedTuple):
 
 
 class TraceData(NamedTuple):
-    """Trace of a request: the server's id of it, its name, and the W3C trace context headers."""
+    """Trace of a request: the server's id of the trace, its name, and the W3C trace context headers."""
 
     id: int
     name: str
@@ -44,7 +44,7 @@ class TraceData(NamedTuple):
 
 
 class RequestData(NamedTuple):
-    """Fields of the server's `InferenceRequest`. `trace`: of the execution; for BLS calls, of the calling request."""
+    """Fields of the server's `InferenceRequest`. `trace`: of the execution; in BLS calls, of the calling request."""
 
     model_name: str
     inputs: tuple[TensorData, ...]
@@ -74,7 +74,7 @@ class ResponseData(NamedTuple):
 
 
 class Initialize(NamedTuple):
-    """First message: run an instance. `outputs`: datatypes by name, including those of states."""
+    """First message: run an instance. `outputs`: datatypes by name, including states."""
 
     path: str
     args: dict[str, str]
@@ -123,14 +123,14 @@ class CheckReady(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """Finish the work sent before, run `finalize` and exit."""
+    """Finish the previously sent work, run `finalize` and exit."""
 
 
 # Child to server
 
 
 class Hello(NamedTuple):
-    """The process has started and imported everything it needs to run a model."""
+    """The process has started and imported all modules that it needs to run a model."""
 
 
 class Started(NamedTuple):
@@ -156,7 +156,7 @@ class Respond(NamedTuple):
 
 
 class Reschedule(NamedTuple):
-    """Hand a request back to the scheduler, to be executed again."""
+    """Return a request to the scheduler, to be executed again."""
 
     number: int
 
@@ -170,7 +170,7 @@ class Executed(NamedTuple):
 
 
 class WorkDone(NamedTuple):
-    """The instance has finished a work item and can take the next."""
+    """The instance has finished a work item and can execute the next one."""
 
     work: int
 
@@ -222,7 +222,7 @@ class Finalized(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Answer to `Query` or `CheckReady`: a value, or an error as message and code."""
+    """Reply to `Query` or `CheckReady`: a value, or an error as message and code."""
 
     query: int
     value: Any = None
@@ -250,4 +250,4 @@ MESSAGES = {
         Log, Finalized, Reply, Release,
     )
 }  # fmt: skip
-"""Classes that the unpickler may instantiate."""
+"""Classes that the unpickler is allowed to instantiate."""

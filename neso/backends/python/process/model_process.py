@@ -20,10 +20,10 @@ from neso.backends.python.process.spawn import Interpreter, SpawnedProcess, desc
 logger = logging.getLogger(__name__)
 
 _MAX_COPY_IN_LOOP = 1 << 20
-"""Bytes. Larger copies into shared memory run in a thread, so that they do not block the event loop."""
+"""In bytes. Larger copies into shared memory run in a thread, so that they do not block the event loop."""
 
 _DISCONNECT_TIMEOUT = 0.5
-"""Seconds to wait for the socket to close after the process has ended: its children may have inherited it."""
+"""Timeout for the socket to close after the process has ended, in seconds: its children may have inherited it."""
 
 MessageFactory = Callable[[], Message]
 
@@ -32,7 +32,7 @@ class ModelProcess(asyncio.Protocol):
     """One child process. Used on the core's event loop only.
 
     `received` is called with each message. `ended` is resolved with the exit reason when the process has ended and all
-    its messages were received. Messages are sent in the order of `send` and `send_tensors`.
+    its messages were received. Messages are sent in the order of the calls of `send` and `send_tensors`.
     """
 
     codec: MessageCodec
@@ -77,7 +77,7 @@ class ModelProcess(asyncio.Protocol):
         self.send_tensors(lambda: message, 0, lambda error: None)
 
     def send_tensors(self, build: MessageFactory, size: int, failed: Callable[[Exception], None]) -> None:
-        """Send the message that `build` returns; building it copies `size` bytes into shared memory.
+        """Send the message returned by `build`, which copies `size` bytes into shared memory.
 
         Large messages are built in a thread. If building fails, `failed` is called on the event loop.
         """
@@ -94,7 +94,7 @@ class ModelProcess(asyncio.Protocol):
             self._copying = self._loop.create_task(self._copy())
 
     def kill_after(self, seconds: float) -> None:
-        """Kill the process unless it ends within `seconds`."""
+        """Kill the process if it does not end within `seconds`."""
         self._timers.append(self._loop.call_later(seconds, self.kill))
 
     def kill(self) -> None:
@@ -133,7 +133,7 @@ class ModelProcess(asyncio.Protocol):
             self.kill()
 
     def connection_lost(self, error: Exception | None) -> None:
-        # The process cannot be used without its socket. Usually it has ended already.
+        # The process cannot be used without its socket. Usually it has already ended.
         self.kill_after(_DISCONNECT_TIMEOUT)
         self._disconnected = True
         self._finish()
@@ -157,7 +157,7 @@ class ModelProcess(asyncio.Protocol):
         self.ended.set_result(describe_exit(self._exit_code))
 
     def _release(self, offset: int) -> None:
-        """Called from any thread, also from finalizers."""
+        """Release a block. Called from any thread, also from finalizers."""
         self._released.append(offset)
         if self._release_scheduled.acquire(blocking=False):
             with contextlib.suppress(RuntimeError):  # the loop is closed

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 PREFETCH_DEPTH = 2
-"""Work items sent to a model's only instance at once. With several instances, an item goes to the first idle one."""
+"""Number of work items in the process of a model's only instance. Several instances have one item each."""
 
 
 class ProcessInstancePool(InstancePool):
-    """Queues work until an instance is idle, so that queued work survives the end of a process."""
+    """Queues work until an instance is idle, so that queued work is not lost when a process ends."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ProcessInstancePool(InstancePool):
         self._stopped = False
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call directly: everything runs on the core's event loop."""
+        """Call the function directly, because all methods run on the core's event loop."""
         function(*arguments)
 
     async def start(self) -> None:
@@ -80,7 +80,7 @@ class ProcessInstancePool(InstancePool):
         return any(instance.state is State.UP for instance in self._instances)
 
     async def check_ready(self) -> bool:
-        """Instances that are restarting are not asked."""
+        """Check the running instances; restarting instances are ignored."""
         checks = [instance.check_ready() for instance in self._instances if instance.state is State.UP]
         return all(await asyncio.gather(*checks))
 
@@ -88,7 +88,7 @@ class ProcessInstancePool(InstancePool):
         self._stopped = True
         self._fail_waiting()
         await asyncio.gather(*(instance.stop() for instance in self._instances))
-        self._fail_waiting()  # requeued by the instances
+        self._fail_waiting()  # items requeued by the instances
 
     def _dispatch(self) -> None:
         if self._stopped:
@@ -121,7 +121,7 @@ MAX_FAILED_STARTS = 5
 """Consecutive failed starts after which an instance stays down."""
 
 MIN_RESTART_DELAY, MAX_RESTART_DELAY = 0.25, 30.0
-"""Seconds. The first restart is immediate; the delay then starts at the minimum and doubles with each failure."""
+"""In seconds. The first restart is immediate; then the delay starts at the minimum and doubles with each failure."""
 
 
 class State(Enum):
@@ -136,8 +136,8 @@ class ProcessInstance:
     """One instance: starts its process, and restarts it when it ends unexpectedly. Used on the core's event loop.
 
     - changed: called when work can be dispatched or must be failed
-    - queue: waiting work items; items that a process had not started when it ended are requeued
-    - depth: work items sent to the process at once
+    - queue: waiting work items; items that were not started when a process ended are requeued
+    - depth: maximum number of work items in the process
     - reason: why the instance is not up; "" if it never failed
     """
 
@@ -165,10 +165,10 @@ class ProcessInstance:
         self._running: RunningModel | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._stopping = False
-        self._failures = 0  # since the last finished work item
+        self._failures = 0  # failures since the last finished work item
 
     async def start(self, interpreter: Interpreter) -> None:
-        """Start the process and initialize the model; restart it from now on. Raises `ServerError`."""
+        """Start the process, initialize the model, and restart the process from now on. Raises `ServerError`."""
         try:
             running = await self._start(interpreter)
         except ServerError:
@@ -178,12 +178,12 @@ class ProcessInstance:
         self._set_state(State.UP)
 
     def take(self) -> None:
-        """Send queued work items to the process while it has room."""
+        """Send queued work items to the process while it has free capacity."""
         while self.queue and self.state is State.UP and self._running is not None and self._running.has_room:
             self._running.execute(self.queue.popleft())
 
     async def check_ready(self) -> bool:
-        """Result of the model's `is_ready`; False if the process ends meanwhile."""
+        """Return the result of the model's `is_ready`; False if the process ends meanwhile."""
         return self._running is not None and await self._running.check_ready()
 
     async def stop(self) -> None:
@@ -193,7 +193,7 @@ class ProcessInstance:
             if not await self._running.stop(END_TIMEOUT):
                 logger.error("instance '%s' did not end in %g s and was killed", self.name, END_TIMEOUT)
         elif self._supervisor is not None:
-            self._supervisor.cancel()  # waiting for a restart, or restarting
+            self._supervisor.cancel()  # the instance waits for a restart, or is restarting
         if self._supervisor is not None:
             await asyncio.wait((self._supervisor,))
         self.state = State.DOWN
@@ -205,7 +205,7 @@ class ProcessInstance:
         return running
 
     async def _supervise(self, running: RunningModel, interpreter: Interpreter) -> None:
-        """Wait for the end of each process and start the next."""
+        """Wait for the end of each process and start the next process."""
         while True:
             reason = await asyncio.shield(running.ended)
             await running.kill()
@@ -219,7 +219,7 @@ class ProcessInstance:
                 f"Stub process '{self.name}' is not healthy: the process has ended ({reason})"
             )
             self.queue.extendleft(reversed(running.fail_all(Unavailable(self.reason))))
-            self._changed()  # other instances take the shared work
+            self._changed()  # other instances can execute the shared work
             restarted = await self._restart(interpreter)
             if restarted is None:
                 return
@@ -227,14 +227,16 @@ class ProcessInstance:
             self._set_state(State.UP)
 
     async def _restart(self, interpreter: Interpreter) -> RunningModel | None:
-        """Start again with exponential backoff; None after too many failures."""
+        """Start the process again, with exponential backoff. Returns None after too many failures."""
         for _ in range(MAX_FAILED_STARTS):
             await asyncio.sleep(self._delay())
             try:
                 return await self._start(interpreter)
             except ServerError as error:
                 self._record_failure(error.message)
-        logger.error("instance '%s' failed to start %d times, and stays down", self.name, MAX_FAILED_STARTS)
+        logger.error(
+            "instance '%s' failed to start %d times and is not restarted", self.name, MAX_FAILED_STARTS
+        )
         self._set_state(State.DOWN)
         return None
 

@@ -1,4 +1,4 @@
-"""Child side of the channel, and the `ServerAccess` of a model in a child process."""
+"""Child side of the channel, and the `ServerAccess` of models in child processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _READ_BYTES = 1 << 18
 
 
 class ChildChannel:
-    """Sends messages from any thread, also from finalizers. One thread iterates over the received messages.
+    """Sends messages from any thread, including finalizers. One thread iterates over the received messages.
 
     Iteration ends when the server closes the connection.
     """
@@ -45,7 +45,7 @@ class ChildChannel:
         self._socket = connection
         self._from_server, self._to_server = FileIO(from_server, "r+"), FileIO(to_server, "r+")
         self._decoder = Decoder()
-        # Reentrant: a finalizer may send while its own thread is sending. Messages are not interleaved, because each
+        # Reentrant: a finalizer can send while its own thread is sending. Messages are not interleaved, because each
         # is sent by one call of `sendall`.
         self._lock = threading.RLock()
         self._deferred: list[bytes] = []
@@ -63,8 +63,8 @@ class ChildChannel:
         """Send a message. Dropped if the server has ended. Raises `TypeError` for fields that are not plain data."""
         data = encode(message)
         if os.getpid() != self._pid:
-            return  # in a process forked by the model, finalizers must not release this process's blocks
-        # The reading thread notices a closed socket and ends this process.
+            return  # finalizers in a process forked by the model must not release this process's blocks
+        # The reading thread detects a closed socket and ends this process.
         with self._lock, contextlib.suppress(OSError):
             if self._deferred:
                 data = b"".join((*self._deferred, data))
@@ -72,7 +72,7 @@ class ChildChannel:
             self._socket.sendall(data)
 
     def send_later(self, message: Message) -> None:
-        """Send together with the next message, to wake the server once. The next message must follow soon."""
+        """Send together with the next message, to wake the server only once. The next message must follow soon."""
         data = encode(message)
         with self._lock:
             self._deferred.append(data)
@@ -149,7 +149,7 @@ class RemoteServer(ServerAccess):
         return RemoteFamily(self, self.query("metric_family", name, description, kind))
 
     def query(self, method: str, *arguments: Any) -> Any:
-        """Call a method of `ServerRequestHandler` and wait for its reply. Raises the `ServerError` that it raises."""
+        """Call a method of `ServerRequestHandler`, wait for its reply, and raise its `ServerError`, if any."""
         number = next(self._numbers)
         future: Future[Any] = Future()
         self._pending_queries[number] = future

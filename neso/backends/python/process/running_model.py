@@ -39,11 +39,11 @@ from neso.server.inference_response import NEVER_EXECUTED, ResponseStream
 from neso.server.tracing import ModelTrace
 
 EXIT_TIMEOUT = 5.0
-"""Seconds that a process may take to exit after `finalize` has returned."""
+"""Timeout for a process to exit after `finalize` has returned, in seconds."""
 
 
 class SentWork(NamedTuple):
-    """A work item in the process. `streams`: its requests by number, without cancelled ones."""
+    """A work item in the process. `streams`: its requests by number, without cancelled requests."""
 
     number: int
     work: WorkItem
@@ -51,9 +51,9 @@ class SentWork(NamedTuple):
 
 
 class RunningModel:
-    """Used on the core's event loop only.
+    """A process with an initialized model. Used on the core's event loop only.
 
-    The process holds up to `depth` work items and executes the first. A prefetched second item saves a round trip
+    The process contains up to `depth` work items and executes the first. A prefetched second item saves a round trip
     between executions. `work_done` is called when an item is finished. `ended` is resolved with the exit reason when
     the process has ended.
     """
@@ -86,7 +86,7 @@ class RunningModel:
         description: ModelDescription,
         args: dict[str, str],
     ) -> None:
-        """Start the process and initialize the model. Raises `ServerError`, after `ended` is resolved."""
+        """Start the process and initialize the model. Raises `ServerError` after `ended` is resolved."""
         try:
             await self._process.start(interpreter, settings)
         except OSError as error:
@@ -113,7 +113,7 @@ class RunningModel:
 
     @property
     def has_room(self) -> bool:
-        """Whether the process can take another work item."""
+        """Whether the process can accept another work item."""
         return len(self._works) < self._depth
 
     def execute(self, work: WorkItem) -> None:
@@ -148,7 +148,7 @@ class RunningModel:
             stream.request.on_cancel(lambda request=request: self._cancel(request))  # type: ignore[misc]
 
     async def check_ready(self) -> bool:
-        """Result of the model's `is_ready`; False if the process ends meanwhile."""
+        """Return the result of the model's `is_ready`; False if the process ends meanwhile."""
         number = next(self._numbers)
         answer = self._pending_queries[number] = self._loop.create_future()
         self._process.send(CheckReady(number))
@@ -170,7 +170,7 @@ class RunningModel:
         self._request_handler.close()
 
     def fail_all(self, error: ServerError) -> list[WorkItem]:
-        """After the process has ended: fail the requests it had started. Returns the work items it had not."""
+        """After the process has ended, fail the requests that it had started. Returns the unstarted work items."""
         works, self._works = list(self._works), deque()
         streams, self._streams = self._streams, {}
         for sent in works[1:]:
@@ -258,7 +258,7 @@ class RunningModel:
             stream.timeline.compute_start = stream.timeline.compute_start or now
 
     def _find_trace(self, id: int) -> ModelTrace | None:
-        """Trace of a request in the process, named by a BLS call as its parent."""
+        """Return the trace of a request in the process; a BLS call refers to it as its parent."""
         traces = (stream.trace for stream in self._streams.values())
         return next((trace for trace in traces if trace is not None and trace.id == id), None)
 
@@ -271,7 +271,7 @@ class RunningModel:
         wanted = []
         for stream in cast("list[ResponseStream]", work.streams):
             if stream.request.cancelled:
-                stream.fail(Cancelled(NEVER_EXECUTED))  # no-op if it has failed already
+                stream.fail(Cancelled(NEVER_EXECUTED))  # no effect if it has already failed
             else:
                 wanted.append(stream)
         return wanted

@@ -1,4 +1,4 @@
-"""Server side of calls that a model in a child process makes: BLS requests, model loading, metrics."""
+"""Server side of calls from a model in a child process: BLS requests, model loading, metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Kept = TypeVar("Kept")
 class ServerRequestHandler:
     """Executes the calls of one child process, on the core's event loop.
 
-    Metric families and metrics are kept until the child drops them, or ends.
+    Metric families and metrics are kept until the child drops them or ends.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def make_file(name: str) -> FileIO:
-    """An empty memfd, sealed so that the other process cannot shrink it."""
+    """Create an empty memfd, sealed so that the other process cannot shrink it."""
     file = FileIO(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+")
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return file
@@ -41,7 +41,7 @@ def make_file(name: str) -> FileIO:
 class Arena:
     """Owner's side: allocates blocks and frees them when they have no viewers. Sizes are in bytes.
 
-    Thread-safe. `release` may be called from finalizers.
+    Thread-safe. `release` can be called from finalizers.
     """
 
     def __init__(self, file: FileIO, default_size: int, growth_size: int) -> None:
@@ -66,7 +66,7 @@ class Arena:
         return self._end
 
     def allocate(self, size: int) -> tuple[Block, Bytes]:
-        """Allocate a block with one viewer; returns it and its memory. Raises `OSError` if memory is exhausted."""
+        """Allocate a block with one viewer; return it and its memory. Raises `OSError` if memory is exhausted."""
         needed = _round_up(max(size, 1), ALIGNMENT)
         with self._lock:
             self._collect()
@@ -92,7 +92,7 @@ class Arena:
         self._released.append(offset)
 
     def close(self) -> None:
-        """Close the file: `allocate` can no longer grow it. Mapped memory stays valid."""
+        """Close the file, so that `allocate` can no longer grow it. Mapped memory stays valid."""
         with self._lock:
             self._file.close()
 
@@ -107,7 +107,7 @@ class Arena:
     def _grow(self, needed: int) -> _Segment:
         size = self._default_size
         if self._segments or needed > size:
-            # Double at least, to limit the number of mappings. Unused pages take no memory.
+            # At least double the size, to limit the number of mappings. Unused pages use no memory.
             size = _round_up(max(needed, self._end), self._growth_size)
         size = _round_up(size, mmap.ALLOCATIONGRANULARITY)
         try:
@@ -165,7 +165,7 @@ class _Segment:
 class ArenaReader:
     """Reader's side: maps blocks of the other process.
 
-    `release` is called with the offset of a block whose last array was garbage collected, in any thread; it must not
+    `release` is called, in any thread, with the offset of a block whose last array was garbage collected. It must not
     wait for locks.
     """
 
@@ -176,7 +176,7 @@ class ArenaReader:
         self._viewed: dict[int, tuple[Block, int]] = {}  # block and mapped address, by block offset
 
     def view(self, block: Block) -> Bytes:
-        """The memory of a block. Raises `ValueError` if it is outside the file."""
+        """Return the memory of a block. Raises `ValueError` if it is outside the file."""
         mapping = self._mappings.get(block.segment)
         if mapping is None:
             mapping = mmap.mmap(self._file.fileno(), block.segment_size, offset=block.segment)
@@ -186,7 +186,7 @@ class ArenaReader:
         return _with_finalizer(memory, lambda: self._release_viewed(block.offset))
 
     def find(self, array: npt.NDArray[Any]) -> tuple[Block, int] | None:
-        """The viewed block that contains a contiguous array, and the array's offset in it; None if not in a block."""
+        """Return the viewed block that contains a contiguous array, and the array's offset in it, or None."""
         if not self._viewed:
             return None
         address = array.__array_interface__["data"][0]
@@ -207,7 +207,7 @@ def _round_up(size: int, unit: int) -> int:
 def _with_finalizer(memory: Bytes, on_collected: Callable[[], None]) -> Bytes:
     """Return `memory`; call `on_collected` when it and all its views have been garbage collected.
 
-    The base of every view, also of a view of a view, is the array made from the buffer.
+    The base of every view, also of a view of a view, is the array created from the buffer.
     """
 
     def collected(reference: weakref.ref[Bytes]) -> None:
@@ -219,6 +219,5 @@ def _with_finalizer(memory: Bytes, on_collected: Callable[[], None]) -> Bytes:
     return memory
 
 
-_finalizers: dict[
-    int, weakref.ref[Bytes]
-] = {}  # keeps the weak references alive; else their callbacks do not run
+# Keeps the weak references alive; otherwise their callbacks do not run.
+_finalizers: dict[int, weakref.ref[Bytes]] = {}

@@ -1,4 +1,4 @@
-"""Start processes of Python models: find the interpreter (`EXECUTION_ENV_PATH`), spawn, auto-complete."""
+"""Start of Python model processes: find the interpreter (`EXECUTION_ENV_PATH`), spawn, auto-complete."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Interpreter:
 
 
 def find_interpreter(environment: str, model_directory: Path) -> Interpreter:
-    """Find the interpreter of an environment: a conda or venv folder, or a tar archive of one; "" for the server's own.
+    """Find the interpreter of an environment: a conda or venv folder, a tar archive of it, or "" (server's Python).
 
-    Blocks while an archive is unpacked; each archive is unpacked once. Raises `InvalidArgument`.
+    Blocks while an archive is unpacked. Each archive is unpacked once. Raises `InvalidArgument`.
     """
     if not environment:
         return Interpreter(sys.executable, dict(os.environ))
@@ -54,7 +54,7 @@ def find_interpreter(environment: str, model_directory: Path) -> Interpreter:
 
 
 def _activated(folder: Path) -> dict[str, str]:
-    """Environment variables as set by the environment's activation script."""
+    """Return the environment variables that the environment's activation script sets."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     variables["PATH"] = f"{folder / 'bin'}{os.pathsep}{variables.get('PATH', os.defpath)}"
     if (folder / "pyvenv.cfg").exists():
@@ -74,7 +74,7 @@ class _Archives:
         self._folders: dict[tuple[str, int, int], tempfile.TemporaryDirectory[str]] = {}
 
     def unpack(self, archive: Path) -> Path:
-        """Unpack an archive unless done before. Raises `InvalidArgument` if it cannot be read."""
+        """Unpack an archive, unless already unpacked. Raises `InvalidArgument` if it cannot be read."""
         status = archive.stat()
         key = str(archive.resolve()), status.st_size, status.st_mtime_ns
         with self._lock:
@@ -87,7 +87,7 @@ def _unpack(archive: Path) -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="neso-environment-", ignore_cleanup_errors=True)
     try:
         with tarfile.open(archive) as packed:
-            # The filter "tar" allows absolute links (a venv links to its Python), but no files outside the folder.
+            # The filter "tar" allows absolute links (a venv links to its Python), but not files outside the folder.
             packed.extractall(folder.name, filter="tar")
     except (tarfile.TarError, OSError) as error:
         folder.cleanup()
@@ -102,7 +102,7 @@ _PROGRAM = Path(__file__).with_name("bootstrap.py")
 
 
 class SpawnedProcess:
-    """A child process with its socket and shared-memory files. Owns the descriptors."""
+    """A child process, its socket and its shared-memory files. Owns the descriptors."""
 
     def __init__(self, interpreter: Interpreter, memory_name: str) -> None:
         self.from_server, self.to_server = make_file(memory_name), make_file(memory_name)
@@ -179,7 +179,7 @@ def _receive_completed(spawned: SpawnedProcess) -> AutoCompleted | None:
 
 
 def _end_process(spawned: SpawnedProcess) -> int:
-    """Wait briefly, then kill the process: threads of the model may keep it alive. Returns the exit code."""
+    """Wait briefly, then kill the process, because threads of the model can keep it alive. Returns the exit code."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         spawned.process.wait(0.5)
     spawned.process.kill()

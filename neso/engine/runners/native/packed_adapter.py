@@ -16,7 +16,7 @@ from neso.engine.runners.native.packing import PANEL, Arena
 
 AdapterKind = Literal["f32", "bf16"]
 
-# The targets of each product, in the order of its outputs; indices as in csrc/model/adapter.h.
+# The targets of each product, in the order of its outputs; same indices as in csrc/model/adapter.h.
 _PRODUCTS: tuple[tuple[Target, ...], ...] = (
     ("query", "key", "value"),
     ("output",),
@@ -40,7 +40,7 @@ class NativeAdapter:
 
     @classmethod
     def pack(cls, adapter: LoraAdapter, kind: AdapterKind, widths: Mapping[Target, int]) -> NativeAdapter:
-        """`widths`: outputs of each target's matrix."""
+        """Pack an adapter. `widths`: outputs of each target's matrix."""
         packer = _Packer(kind)
         native = _native.Adapter(kind, len(adapter.layers))
         for layer, changes in enumerate(adapter.layers):
@@ -60,7 +60,7 @@ class NativeAdapter:
 
 
 class _Packer:
-    """Packs the matrices A and B of low-rank changes into an arena."""
+    """Packs the matrices A and B of low-rank updates into an arena."""
 
     def __init__(self, kind: AdapterKind) -> None:
         self.num_bytes = 0
@@ -68,7 +68,7 @@ class _Packer:
         self._arena = Arena()
 
     def pack_a(self, changes: list[LowRank]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
-        """The stacked matrices A, and the scale of each rank."""
+        """Return the stacked matrices A, and the scale of each rank."""
         inputs = changes[0].a.shape[1]
         ranks = sum(_even(change.rank) for change in changes)
         blocks = -(-inputs // _BLOCK)
@@ -84,7 +84,7 @@ class _Packer:
         return self._keep(stacked), scales
 
     def pack_b(self, change: LowRank) -> npt.NDArray[np.uint8]:
-        """The matrix B in panels of 16 outputs."""
+        """Return the matrix B in panels of 16 outputs."""
         outputs, rank = len(change.b), _even(change.rank)
         panels = -(-outputs // PANEL)
         padded = np.zeros((panels * PANEL, rank), self._dtype)
@@ -100,5 +100,5 @@ class _Packer:
 
 
 def _even(rank: int) -> int:
-    """Rounded up to even: kernels multiply ranks in pairs, odd ranks are padded with zeros."""
+    """Round up to an even number: kernels multiply ranks in pairs, so odd ranks are padded with zeros."""
     return rank + rank % 2

@@ -1,4 +1,4 @@
-"""All weights of a decoder packed for the kernels, and reading and writing them as an engine directory."""
+"""All weights of a decoder packed for the kernels, and their storage in engine directories."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Item = PackedMatrix | npt.NDArray[Any]
 
 T = TypeVar("T", PackedMatrix, npt.NDArray[Any])
 
-# Errors of lm_head directly affect the logits, and all layers if it is also the embedding.
+# Rounding errors of lm_head directly affect the logits, and all layers if it is also the embedding.
 _LM_HEAD_SCHEMES: dict[str | None, Scheme | None] = {**SCHEMES, "int4": INT8}
 _BIASES: dict[Role, Role] = {
     "query": "query_bias",
@@ -58,7 +58,7 @@ class PackedMLP:
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """router: one output per expert, then one for the shared expert's gate, if there is one."""
+    """router: one output per expert, then one for the shared expert's gate, if present."""
 
     router: PackedMatrix
     experts: list[PackedMLP]
@@ -92,7 +92,7 @@ class PackedDecoder:
 
     @classmethod
     def assemble(cls, spec: DecoderSpec, items: Mapping[str, Item]) -> PackedDecoder:
-        """From the items of `pack_items`. Raises `KeyError` if one is missing."""
+        """Create a decoder from the items of `pack_items`. Raises `KeyError` if one is missing."""
 
         def matrix(name: str) -> PackedMatrix:
             return _expect(items[name], PackedMatrix)
@@ -127,7 +127,7 @@ class PackedDecoder:
         )
 
     def moved(self, arena: Arena) -> PackedDecoder:
-        """A copy with its packed matrices in `arena`."""
+        """Return a copy with its packed matrices in `arena`."""
 
         def move(matrix: PackedMatrix) -> PackedMatrix:
             return replace(matrix, data=arena.copy(matrix.data))
@@ -154,7 +154,7 @@ class PackedDecoder:
 
 
 def _layer_vectors(spec: DecoderSpec) -> list[Role]:
-    """Roles of the norms and their biases, in packing order."""
+    """Return the roles of the norms and their biases, in packing order."""
     roles: list[Role] = []
     for role in spec.layer_norms:
         roles += [role, NORM_BIASES[role]] if spec.norm_bias else [role]
@@ -171,7 +171,7 @@ def _expect(item: Item, kind: type[T]) -> T:
 
 
 def pack_items(tensors: DecoderTensors, options: RunnerOptions, threads: int) -> Iterator[tuple[str, Item]]:
-    """Read and pack one matrix at a time: (name, item) with names like "layers.0.qkv", see `PackedDecoder.assemble`.
+    """Read and pack one matrix at a time: yields (name, item) with names like "layers.0.qkv", see `assemble`.
 
     Raises `CheckpointError` if a tensor is missing or has the wrong shape.
     """
@@ -195,7 +195,7 @@ def pack_items(tensors: DecoderTensors, options: RunnerOptions, threads: int) ->
 
 
 def count_items(spec: DecoderSpec) -> int:
-    """Number of items that `pack_items` yields."""
+    """Return the number of items that `pack_items` yields."""
     total = 1 + len(_final_vectors(spec)) + (not spec.tied_embeddings) + (spec.position_offset is not None)
     of_mlp = 2 + spec.gated
     for layer in range(spec.num_layers):
@@ -208,7 +208,7 @@ def count_items(spec: DecoderSpec) -> int:
 
 
 def dense_dtype(tensors: DecoderTensors, options: RunnerOptions) -> np.dtype[Any]:
-    """Dtype of weights that are not quantized: the option's, otherwise the checkpoint's."""
+    """Return the dtype of weights that are not quantized: the option's, otherwise the checkpoint's."""
     if options.dtype != "auto":
         return DTYPES[options.dtype]
     matrix = tensors.matrix("query", 0)
@@ -244,7 +244,7 @@ class _LayerPacker:
         spec = self._tensors.spec
         experts = spec.experts
         assert experts is not None
-        # Not quantized: errors of the router send tokens to other experts.
+        # Not quantized, because rounding errors of the router would send tokens to other experts.
         exact = replace(self._packer, scheme=None)
         roles: tuple[Role, ...] = ("router", "shared_router") if experts.shared_gated else ("router",)
         yield "router", exact.pack([self._tensors.matrix(role, self._layer) for role in roles])
@@ -258,7 +258,7 @@ class _LayerPacker:
                 yield f"shared.{name}", self._pack((role,), None)
 
     def _uniform(self, parts: list[Matrix]) -> list[Matrix]:
-        """Dequantize unless gate and up have the same kind and no inputs are permuted, as kernels require."""
+        """Dequantize unless gate and up have the same kind and no inputs are permuted, as required by the kernels."""
         quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
         kinds = {
             (part.bits, part.group_size) if isinstance(part, QuantizedMatrix) else None for part in parts[:2]
@@ -271,7 +271,7 @@ class _LayerPacker:
         return self._packer.pack([self._tensors.matrix(role, self._layer) for role in roles], bias)
 
     def _biases(self, biased: bool, *roles: Role) -> Float32Array | None:
-        """The concatenated biases of these matrices."""
+        """Return the concatenated biases of these matrices."""
         if not biased:
             return None
         return np.concatenate([self._tensors.vector(_BIASES[role], self._layer) for role in roles])
@@ -282,7 +282,7 @@ def _mlp_roles(spec: DecoderSpec) -> tuple[Role, ...]:
 
 
 def _embedding(tensors: DecoderTensors, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """A copy in the dtype of the dense weights; only float16 weights are stored as float16."""
+    """Return a copy in the dtype of the dense weights; only float16 weights are stored as float16."""
     stored = tensors.table("embedding")
     if dtype == np.float16 and stored.dtype != np.float16:
         dtype = np.dtype(np.float32)
@@ -315,7 +315,7 @@ def write_rank(
 
 
 def read_engine(spec: DecoderSpec, directory: EngineDirectory, options: RunnerOptions) -> PackedDecoder:
-    """The memory-mapped weights of an engine directory.
+    """Memory-map the weights of an engine directory.
 
     Raises `UnsupportedOption` if the options differ from those of the build, `CheckpointError` if an item is missing.
     """
@@ -340,7 +340,7 @@ def read_engine(spec: DecoderSpec, directory: EngineDirectory, options: RunnerOp
 
 
 def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A copy if the array is unaligned, as small vectors of a file may be."""
+    """Return a copy if the array is unaligned, which small vectors of a file may be."""
     return array if array.flags.aligned else np.array(array)
 
 

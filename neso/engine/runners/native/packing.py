@@ -1,4 +1,4 @@
-"""Weight matrices in the layout of the C++ kernels (csrc/kernels/matrix.h): packing, quantizing, memory."""
+"""Weight matrices in the layout of the C++ kernels (csrc/kernels/matrix.h): packing, quantization, memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _ALIGNMENT = 64
 class Arena:
     """Allocator of large huge-page chunks; memory is never freed individually.
 
-    Weights are read completely in every step. With 4 KB pages, TLB misses cost a third of the bandwidth on a virtual
-    machine, and most single matrices are too small for huge pages.
+    All weights are read in every step. With 4 KB pages, TLB misses cost a third of the bandwidth on a virtual machine,
+    and most single matrices are too small for huge pages.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Arena:
         self._used = 0
 
     def zeros(self, size: int) -> npt.NDArray[np.uint8]:
-        """Zeroed uint8[size], aligned to 64 bytes."""
+        """Return zeroed uint8[size], aligned to 64 bytes."""
         if self._used + size > len(self._chunk):
             self._chunk = _native.zero_pages(max(size, _CHUNK_BYTES))
             self._used = 0
@@ -41,7 +41,7 @@ class Arena:
         return piece
 
     def copy(self, array: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """A copy of uint8[size]."""
+        """Return a copy of uint8[size]."""
         target = self.zeros(len(array))
         np.copyto(target, array)
         return target
@@ -78,7 +78,7 @@ class PackedMatrix:
     bias: npt.NDArray[np.float32] | None = None
 
     def native(self) -> _native.Matrix:
-        """The matrix for the kernels; it keeps the arrays alive."""
+        """Return the matrix for the kernels; it keeps the arrays alive."""
         return _native.Matrix(
             self.kind,
             self.outputs,
@@ -94,12 +94,12 @@ class PackedMatrix:
         )
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Array fields by name."""
+        """Return the array fields by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
 
     def numbers(self) -> dict[str, Any]:
-        """Other fields by name."""
+        """Return the other fields by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             name: value for name, value in named.items() if not isinstance(value, np.ndarray | type(None))
@@ -115,7 +115,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-"""By the option `dtype`."""
+"""Dtypes by value of the option `dtype`."""
 KINDS: dict[np.dtype[Any], Kind] = {
     np.dtype(np.float32): "f32",
     np.dtype(np.float16): "f16",
@@ -133,12 +133,12 @@ class Scheme:
     group_size: int
 
 
-# The size of llama.cpp's Q8_0 and Q4_0, with error-minimizing scales. Groups of 64 would save 3 % of the 8-bit
+# Group sizes of llama.cpp's Q8_0 and Q4_0, with error-minimizing scales. Groups of 64 would save 3 % of the 8-bit
 # weights, with a larger error than Q8_0.
 INT8 = Scheme(bits=8, group_size=32)
 INT4 = Scheme(bits=4, group_size=32)
 SCHEMES: dict[str | None, Scheme | None] = {None: None, "int8": INT8, "int4": INT4, "int8_dynamic": INT8}
-"""By the option `quantization`."""
+"""Schemes by value of the option `quantization`."""
 
 
 def reject_fp8(options: RunnerOptions) -> None:
@@ -164,7 +164,7 @@ class Packer:
 
     @classmethod
     def from_options(cls, options: RunnerOptions, dtype: np.dtype[Any], threads: int) -> Packer:
-        """`dtype`: of matrices that stay dense."""
+        """Create a packer. `dtype`: of matrices that stay dense."""
         dynamic = options.quantization == "int8_dynamic"
         return cls(KINDS[dtype], SCHEMES[options.quantization], dynamic, threads)
 
@@ -197,7 +197,7 @@ class Packer:
 
     def _pack_dense(self, parts: list[npt.NDArray[Any]], bias: Float32Array | None) -> PackedMatrix:
         outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
-        # Only float16 weights are stored as float16: others may be outside its range.
+        # Only float16 weights are stored as float16; weights of other dtypes may be outside its range.
         kind = self.kind
         if kind == "f16" and any(part.dtype != np.float16 for part in parts):
             kind = "f32"
@@ -239,7 +239,7 @@ class Packer:
 
 
 def _compatible(parts: list[QuantizedMatrix]) -> bool:
-    """Whether they can be stacked in one packed matrix."""
+    """Whether the matrices can be stacked in one packed matrix."""
     first = parts[0]
     return all(
         part.bits == first.bits
@@ -260,7 +260,7 @@ def _offsets(part: QuantizedMatrix) -> Float32Array:
 
 
 def _pack_scales(values: Float32Array, factor: float) -> npt.NDArray[np.float16]:
-    """float32[outputs, groups] -> float16[panels * groups * 16], divided by `factor`."""
+    """Convert float32[outputs, groups] to float16[panels * groups * 16], divided by `factor`."""
     outputs, groups = values.shape
     panels = -(-outputs // PANEL)
     padded = np.zeros((panels * PANEL, groups), np.float32)
@@ -269,5 +269,5 @@ def _pack_scales(values: Float32Array, factor: float) -> npt.NDArray[np.float16]
 
 
 def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """The bytes of an array, which may be unaligned."""
+    """Return the bytes of an array, which may be unaligned."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -41,7 +41,7 @@ _NO_MASKS = RowMasks(np.empty(0, np.int32), np.empty((0, 0), np.int32))
 class NativeRunner(SpecRunner):
     """Holds the packed weights, the KV cache and the thread team. Not thread-safe.
 
-    Uses the best instruction set of the CPU, or the one named by the environment variable NESO_ISA.
+    Uses the best instruction set of the CPU, or the one named in the environment variable NESO_ISA.
     """
 
     capabilities: frozenset[Capability] = frozenset(
@@ -123,7 +123,7 @@ class NativeRunner(SpecRunner):
         return self._hidden
 
     def keep_row_states(self) -> None:
-        """Nothing to do: they are always kept."""
+        """Do nothing: row states are always kept."""
 
     def row_states(self, rows: list[int]) -> Float32Array:
         states = np.empty((len(rows), self.spec.hidden_size), np.float32)
@@ -161,7 +161,7 @@ class NativeRunner(SpecRunner):
         self._moved = _make_weights(self.spec, weights.moved(Arena()))
 
     def _logits_buffer(self, rows: int) -> Float32Array:
-        """A reused buffer: page faults of new memory would take as long as sampling."""
+        """Return a reused buffer, because page faults of new memory would take as long as sampling."""
         if rows > len(self._logits):
             self._logits = np.empty((rows, self.spec.vocab_size), np.float32)
         return self._logits[:rows]
@@ -212,7 +212,7 @@ def _make_weights(spec: DecoderSpec, weights: PackedDecoder) -> _native.Weights:
 
 
 def _make_layer(layer: PackedLayer, window: int | None, rotary: int) -> _native.Layer:
-    """`rotary`: index into the tables passed to each step, -1 for none."""
+    """Create a native layer. `rotary`: index of the tables passed to each step, -1 for none."""
     mlp, experts = None, None
     if isinstance(layer.mlp, PackedExperts):
         shared = None if layer.mlp.shared is None else _make_mlp(layer.mlp.shared)

@@ -1,8 +1,7 @@
-"""The shard of one rank of a model split by tensor parallelism (Megatron-LM, arXiv 1909.08053).
+"""Shard of one rank of a model split by tensor parallelism (Megatron-LM, arXiv 1909.08053).
 
 Queries, keys, values, gate and up are split by outputs (whole heads), output and down by inputs. Norms, embedding,
-lm_head and routers are replicated. Biases that are added after the sum over ranks are zero on all ranks but the
-first.
+lm_head and routers are replicated. Biases that are added after the sum over ranks are zero on all ranks but the first.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _FIRST_RANK_ONLY: tuple[Role, ...] = ("output_bias", "down_bias")
 
 
 def shard_spec(spec: DecoderSpec, ranks: int) -> DecoderSpec:
-    """The decoder that each rank runs. Raises `UnsupportedOption` if the number of ranks does not divide the model."""
+    """Return the decoder that each rank runs. Raises `UnsupportedOption` if the model cannot be divided by `ranks`."""
     sizes = {field: getattr(spec, field) for field in ("num_heads", "num_kv_heads", "intermediate_size")}
     experts = spec.experts
     if experts is not None:
@@ -77,7 +76,7 @@ class ShardedTensors(DecoderTensors):
     def matrix(self, role: Role, layer: int | None = None, expert: int | None = None) -> Matrix:
         found = super().matrix(role, layer, expert)
         if isinstance(found, Float8Matrix):
-            # Packed dense anyway, and shard boundaries may split blocks.
+            # Packed as a dense matrix in any case, and shard boundaries may split blocks.
             found = found.dequantize()
         if role in _BY_OUTPUTS:
             return take_rows(found, self._range(found.shape[0]))

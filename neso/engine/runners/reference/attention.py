@@ -1,10 +1,10 @@
 """Paged KV cache and attention of the reference runner, over a flat batch.
 
-The blocks and masks of a step depend on the layer's window but not on the layer, so they are planned once per step
-and window (`AttentionPlan`) and used in each layer. Two kinds of work:
+The blocks and masks of a step depend on the layer's window but not on the layer, so they are planned once per step and
+window (`AttentionPlan`) and used in each layer. There are two kinds of work:
 
 - sequences with one new token (decode) are grouped by context length and padded to the longest of the group;
-- a sequence with more new tokens (prefill) is processed alone, in tiles of queries, to bound the size of the scores.
+- a sequence with more new tokens (prefill) is processed alone, in tiles of queries, to limit the size of the scores.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class KVCache:
     def write(self, layer: int, slots: Int32Array, keys_values: Float32Array) -> None:
         """Store float32[T, 2 * kv_heads, head_dim] at slots int32[T] (block * block_size + offset).
 
-        Writing the first slot of a block zeroes the rest: attention reads whole blocks, and a weight of 0 would not
-        hide a NaN left by another sequence.
+        Writing the first slot of a block zeroes the rest, because attention reads whole blocks and a weight of 0 would
+        not mask a NaN left by another sequence.
         """
         blocks, offsets = np.divmod(slots, self.block_size)
         cache = self._layers[layer]
@@ -67,7 +67,7 @@ class KVCache:
         cache[:, blocks, offsets] = keys_values.swapaxes(0, 1)
 
     def gather(self, layer: int, tables: Int32Array) -> tuple[Float32Array, Float32Array]:
-        """Keys and values of S sequences with tables int32[S, B]: each float32[kv_heads, S, B * block_size, D].
+        """Return keys and values of S sequences with tables int32[S, B]: each float32[kv_heads, S, B * block_size, D].
 
         They are copies in a scratch buffer, valid until the next call.
         """
@@ -112,7 +112,10 @@ class AttentionPlan:
 
     @classmethod
     def make(cls, plan: StepPlan, block_size: int, window: int | None, sinks: int = 0) -> AttentionPlan:
-        """`window`: tokens that each token attends to, itself included, besides the first `sinks`; None: all."""
+        """Plan the attention work of a step.
+
+        `window`: tokens that each token attends to, itself included, besides the first `sinks`; None: all.
+        """
         lengths = np.diff(plan.query_start)
         ends = plan.num_computed + lengths
         work = [
@@ -136,10 +139,10 @@ def attend(
     cap: float | None,
     out: Float32Array,
 ) -> None:
-    """Attention of queries float32[T, heads, D] in one layer, into out float32[T, heads, D].
+    """Compute attention of queries float32[T, heads, D] in one layer, into out float32[T, heads, D].
 
-    `cap`: soft cap of the scores. Heads that share keys and values become rows of one product, so keys and values
-    are not repeated.
+    `cap`: soft cap of the scores. Heads that share keys and values become rows of one product, so keys and values are
+    not repeated.
     """
     heads, head_dim = queries.shape[1:]
     for work in plan.work:
@@ -159,7 +162,7 @@ def attend(
 
 
 def softmax_weighted(scores: Float32Array, values: Float32Array) -> Float32Array:
-    """softmax(scores) @ values; overwrites the scores."""
+    """Return softmax(scores) @ values; overwrites the scores."""
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     weighted = scores @ values
@@ -193,7 +196,7 @@ def _span(
     window: int | None,
     sinks: int,
 ) -> AttentionWork:
-    """Work for new tokens `first` to `last` (exclusive) of each of the sequences."""
+    """Create the work for new tokens `first` to `last` (exclusive) of each of the sequences."""
     offsets = np.arange(first, last)
     rows = plan.query_start[sequences][:, None] + offsets
     written = plan.num_computed[sequences][:, None] + offsets  # [S, Q]
@@ -202,8 +205,8 @@ def _span(
     oldest = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
     sinks = 0 if window is None else sinks
     sink_blocks = -(-sinks // block_size)
-    # The blocks of the sinks, then those from the oldest visible token to the newest query. Padding is masked but
-    # must be initialized, so it repeats the newest query's block.
+    # The blocks of the sinks, then those from the oldest visible token to the newest query. Padding is masked but must
+    # be initialized, so it repeats the newest query's block.
     first_block = np.maximum(oldest[:, 0] // block_size, sink_blocks)
     last_block = written[:, -1] // block_size
     in_window = first_block[:, None] + np.arange(max(0, (last_block - first_block).max() + 1))
@@ -224,8 +227,10 @@ def _span(
 def _tree_keys(
     plan: StepPlan, sequence: int, slots: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-    """For a sequence whose new tokens are a tree of drafts: positions of the keys in slots [1, 1, L], and for each
-    token whether a key is its own or an ancestor's, bool[1, Q, L]."""
+    """Return the key positions and visibility for a sequence whose new tokens are a tree of draft tokens.
+
+    Positions of the keys in slots [1, 1, L]; for each token whether a key is its own or an ancestor's, bool[1, Q, L].
+    """
     computed = int(plan.num_computed[sequence])
     begin, end = plan.query_start[sequence : sequence + 2].tolist()
     node = np.clip(slots - computed, 0, end - begin - 1)

@@ -35,7 +35,7 @@ class LayerWeights:
 
 
 class ReferenceLayerStack(LayerStack):
-    """Attention runs per sequence, everything else on all tokens at once."""
+    """Encoder layers in NumPy. Attention runs per sequence, everything else on all tokens at once."""
 
     def __init__(self, spec: LayerStackSpec, layers: list[LayerWeights]) -> None:
         self.spec = spec
@@ -79,7 +79,7 @@ class ReferenceLayerStack(LayerStack):
 
 
 def _read_layer(spec: LayerStackSpec, tensors: EncoderTensors, layer: int) -> LayerWeights:
-    """The weights of one layer in float32. Raises `CheckpointError`."""
+    """Read the weights of one layer in float32. Raises `CheckpointError`."""
     hidden, width = spec.hidden_size, spec.num_heads * spec.head_dim
 
     def affine(role: LayerRole, *shape: int) -> Affine:

@@ -1,4 +1,4 @@
-"""Layers of the reference runner in plain numpy: matrix products, norms, activations, MLPs, experts, adapters."""
+"""Layers of the reference runner in plain NumPy: matrix products, norms, activations, MLPs, experts, adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from neso.engine.specs.encoder_spec import EncoderActivation
 Float32Array = npt.NDArray[np.float32]
 
 Adapt = Callable[[tuple[Target, ...], Float32Array, Float32Array], None]
-"""(targets, x, y): add the adapters' change of the product y of x with the matrices of `targets`, in place."""
+"""(targets, x, y): add the adapters' updates to y, the product of x with the matrices of `targets`, in place."""
 
 _erf = np.frompyfunc(math.erf, 1, 1)
 
@@ -101,7 +101,7 @@ def run_mlp(
     x: Float32Array,
     adapt: Adapt = _no_adapters,
 ) -> Float32Array:
-    """Output float32[T, hidden] for normed x float32[T, hidden]. Adapters do not apply to experts."""
+    """Return the output float32[T, hidden] for normed x float32[T, hidden]. Adapters do not apply to experts."""
     if isinstance(weights, ExpertsWeights):
         return _run_experts(spec, weights, x)
     inner = linear(x, weights.gate_up, weights.gate_up_bias)
@@ -118,7 +118,7 @@ def run_mlp(
 
 
 def _run_experts(spec: DecoderSpec, weights: ExpertsWeights, x: Float32Array) -> Float32Array:
-    """Each expert processes only the rows that are routed to it."""
+    """Run the experts, each on only the rows that are routed to it."""
     assert spec.experts is not None
     scores = linear(x, weights.router)
     chosen, expert_weights = choose_experts(
@@ -141,7 +141,10 @@ def _run_experts(spec: DecoderSpec, weights: ExpertsWeights, x: Float32Array) ->
 def choose_experts(
     scores: Float32Array, top_k: int, normalized: bool
 ) -> tuple[npt.NDArray[np.intp], Float32Array]:
-    """Experts of each row and their weights, [T, top_k], largest weight first; ties go to the lower index."""
+    """Return the experts of each row and their weights, [T, top_k], largest weight first.
+
+    Ties are won by the lower index.
+    """
     probabilities = np.exp(scores - scores.max(axis=1, keepdims=True))
     probabilities /= probabilities.sum(axis=1, keepdims=True)
     chosen = np.argsort(-probabilities, axis=1, kind="stable")[:, :top_k]
@@ -153,7 +156,7 @@ def choose_experts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float32Adapter:
-    """A LoRA adapter in float32: for each layer, low-rank changes by target."""
+    """A LoRA adapter in float32: low-rank updates by layer and target."""
 
     layers: list[dict[Target, LowRank]]
 

@@ -21,8 +21,8 @@ Int32Array = npt.NDArray[np.int32]
 
 
 def cos_sin(spec: RotarySpec, positions: Int32Array) -> tuple[Float32Array, Float32Array]:
-    """Cosines and sines for positions int32[T]: each float32[T, 1, rotary_dim / 2]."""
-    # float32 products, as in transformers: at far positions their rounding shows.
+    """Return cosines and sines for positions int32[T]: each float32[T, 1, rotary_dim / 2]."""
+    # float32 products, as in transformers: at large positions their rounding is noticeable.
     angles = positions.astype(np.float32)[:, None] * frequencies(spec, positions)
     scaling = spec.scaling
     factor = scaling.attention_factor if isinstance(scaling, (YarnScaling, LongScaling)) else 1.0
@@ -33,7 +33,7 @@ def rotate(heads: Float32Array, cos: Float32Array, sin: Float32Array) -> None:
     """Rotate float32[T, heads, head_dim] in place by cos, sin float32[T, 1, rotary_dim / 2].
 
     Dimension i is rotated with i + rotary_dim / 2; dimensions from rotary_dim on are unchanged (RoFormer, arXiv
-    2104.09864, in the order of dimensions that Hugging Face checkpoints have).
+    2104.09864, in the dimension order of Hugging Face checkpoints).
     """
     half = cos.shape[-1]
     first, second = heads[..., :half].copy(), heads[..., half : 2 * half].copy()
@@ -42,7 +42,7 @@ def rotate(heads: Float32Array, cos: Float32Array, sin: Float32Array) -> None:
 
 
 def frequencies(spec: RotarySpec, positions: npt.NDArray[np.integer]) -> Float32Array:
-    """Radians per position, float32[1, rotary_dim / 2]; float32[T, rotary_dim / 2] under dynamic scaling."""
+    """Return radians per position, float32[1, rotary_dim / 2]; float32[T, rotary_dim / 2] under dynamic scaling."""
     exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
     periods: Float32Array = (np.float32(spec.theta) ** exponents[None]).astype(np.float32)
     unscaled: Float32Array = (np.float32(1) / periods).astype(np.float32)
@@ -66,7 +66,7 @@ def frequencies(spec: RotarySpec, positions: npt.NDArray[np.integer]) -> Float32
 
 
 def _llama3(unscaled: Float32Array, scaling: Llama3Scaling) -> Float32Array:
-    """Long wavelengths are divided by the factor, short ones kept, those between interpolated."""
+    """Divide long wavelengths by the factor, keep short ones, and interpolate between them."""
     wavelengths = 2 * math.pi / unscaled
     longest_kept = scaling.original_max_position / scaling.high_freq_factor
     shortest_divided = scaling.original_max_position / scaling.low_freq_factor
@@ -80,7 +80,7 @@ def _llama3(unscaled: Float32Array, scaling: Llama3Scaling) -> Float32Array:
 
 
 def _yarn(unscaled: Float32Array, spec: RotarySpec, scaling: YarnScaling) -> Float32Array:
-    """Equations 17 to 20 of arXiv 2309.00071."""
+    """Apply equations 17 to 20 of arXiv 2309.00071."""
     ends = [
         spec.rotary_dim
         * math.log(scaling.original_max_position / (2 * math.pi * rotations))

@@ -1,9 +1,8 @@
-"""The reference runner: plain numpy in float32, the oracle that the other runners are tested against.
+"""The reference runner: plain NumPy in float32, used to test the other runners.
 
-Its arithmetic (products, norms, activations, rotary embeddings, attention, experts, adapters) is its own: nothing in
-this package is used by the native, torch and transformers runners, and nothing of theirs is used here. What they
-share is data: specs, step plans, and checkpoint tensors, whose dequantization is tested separately. lint-imports
-checks both directions.
+Its arithmetic (products, norms, activations, rotary embeddings, attention, experts, adapters) is independent: this
+package and the native, torch and transformers runners do not use each other. Only data is shared: specs, step plans,
+and checkpoint tensors, whose dequantization is tested separately. lint-imports checks both directions.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class ReferenceRunner(SpecRunner):
         return self._hidden
 
     def keep_row_states(self) -> None:
-        """Nothing to do: they are always kept."""
+        """Do nothing: row states are always kept."""
 
     def row_states(self, rows: list[int]) -> Float32Array:
         return self._row_states[rows]
@@ -116,7 +115,7 @@ class ReferenceRunner(SpecRunner):
         return x
 
     def _run_layer(self, state: _StepState, index: int, layer: LayerWeights, x: Float32Array) -> Float32Array:
-        """The residual stream float32[T, hidden] after the layer."""
+        """Return the residual stream float32[T, hidden] after the layer."""
         spec, norms = self.spec, layer.norms
         normed = _norm(spec, x, norms.get("attention_norm"))
         attended = self._branch(state.attention(index, layer, normed), norms.get("attention_post_norm"))
@@ -129,13 +128,13 @@ class ReferenceRunner(SpecRunner):
         return x + attended + result if spec.parallel else x + result
 
     def _branch(self, result: Float32Array, post_norm: NormWeights | None) -> Float32Array:
-        """The branch's contribution to the residual stream."""
+        """Return the branch's contribution to the residual stream."""
         result = _norm(self.spec, result, post_norm)
         return result if self.spec.residual_scale == 1.0 else result * np.float32(self.spec.residual_scale)
 
 
 def _norm(spec: DecoderSpec, x: Float32Array, weights: NormWeights | None) -> Float32Array:
-    """x unchanged if there is no such norm."""
+    """Normalize x; return x unchanged if there is no such norm."""
     if weights is None:
         return x
     if spec.norm == "rms":
@@ -165,7 +164,7 @@ class _StepState:
         }
 
     def attention(self, index: int, layer: LayerWeights, x: Float32Array) -> Float32Array:
-        """Attention of normed x float32[T, hidden] in layer `index`; writes the new keys and values first."""
+        """Compute attention of normed x float32[T, hidden] in layer `index`; writes the new keys and values first."""
         spec = self._spec
         projected = linear(x, layer.qkv, layer.qkv_bias)
         self.adapters.adapt(index, ("query", "key", "value"), x, projected)

@@ -35,7 +35,7 @@ class MLPWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights:
-    """router: one row per expert, then the row of the shared expert's gate, if there is one."""
+    """router: one row per expert, then the row of the shared expert's gate, if present."""
 
     router: Float32Array
     experts: list[MLPWeights]
@@ -69,7 +69,7 @@ class DecoderWeights:
 
     @classmethod
     def load(cls, spec: DecoderSpec, source: TensorSource) -> DecoderWeights:
-        """Raises `CheckpointError` if a tensor is missing or has the wrong shape."""
+        """Read the weights. Raises `CheckpointError` if a tensor is missing or has the wrong shape."""
         tensors = DecoderTensors(spec, source)
         model = _Reader(tensors, None)
         embedding = model.stack("embedding")
@@ -94,7 +94,7 @@ class _Reader:
         self._layer = layer
 
     def stack(self, *roles: Role, expert: int | None = None) -> Float32Array:
-        """The tensors of these roles, stacked along the outputs."""
+        """Return the tensors of these roles, stacked along the outputs."""
         shapes = [self._tensors.shape(role, self._layer) for role in roles]
         packed = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), np.float32)
         start = 0

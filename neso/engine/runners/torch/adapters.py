@@ -14,7 +14,7 @@ from neso.engine.lora.adapter import LoraAdapter, Target
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Low-rank change of one matrix: a [rank, inputs], b [outputs, rank]."""
+    """Low-rank update of one matrix: a [rank, inputs], b [outputs, rank]."""
 
     a: Tensor
     b: Tensor
@@ -26,13 +26,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class TorchAdapter:
-    """For each layer, changes by target."""
+    """Low-rank updates by layer and target."""
 
     layers: list[dict[Target, Change]]
 
     @classmethod
     def convert(cls, adapter: LoraAdapter, dtype: torch.dtype) -> TorchAdapter:
-        """On the host, in dtype `dtype`."""
+        """Convert an adapter to `dtype`, on the host."""
 
         def tensor(values: npt.NDArray[np.generic]) -> Tensor:
             return torch.from_numpy(values.astype(np.float32)).to(dtype)
@@ -67,7 +67,7 @@ class AdapterSlots:
     def adapt(
         self, layer: int, targets: tuple[Target, ...], rows: dict[int, Tensor], x: Tensor, y: Tensor
     ) -> None:
-        """y += scale * (x A^T) B^T for x[T, inputs] and y[T, outputs], the concatenated outputs of the targets."""
+        """Add scale * (x A^T) B^T to y, for x[T, inputs] and y[T, outputs], the concatenated outputs of the targets."""
         for slot, slot_rows in rows.items():
             changes = self._adapters[slot].layers[layer]
             if not any(target in changes for target in targets):

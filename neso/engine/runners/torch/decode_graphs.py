@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: a whole step is one launch, independent of its number of kernels.
+"""CUDA graphs of decode steps: a whole step is one launch, whatever its number of kernels.
 
 Steps are captured for some batch sizes; other batches are padded with tokens that attend to themselves in the cache's
 padding block. A graph reads its inputs from static tensors, which are filled before each replay.
@@ -62,7 +62,7 @@ class DecodeGraphs:
         return plan.num_sequences == plan.num_tokens <= BATCH_SIZES[-1] and wants_all_rows(plan)
 
     def run(self, plan: StepPlan, chosen: Tensor | None = None) -> Tensor:
-        """Logits float32[R, vocab_size] of a plan that `fits`, valid until the next run."""
+        """Return the logits float32[R, vocab_size] of a plan that `fits`, valid until the next run."""
         size = BATCH_SIZES[bisect_left(BATCH_SIZES, plan.num_sequences)]
         self._fill(plan, size, chosen)
         graph = self._graphs.get(size)
@@ -72,7 +72,7 @@ class DecodeGraphs:
         return graph.logits[: plan.num_sequences]
 
     def _static_inputs(self, size: int, max_blocks: int) -> StepInputs:
-        """Inputs of the largest batch, filled with padding."""
+        """Create the inputs of the largest batch, filled with padding."""
         padding = StepPlan(
             step=0,
             sequence_ids=np.arange(size, dtype=np.int32),
@@ -84,7 +84,7 @@ class DecodeGraphs:
             logits_rows=np.arange(size, dtype=np.int32),
         )
         inputs = step_inputs(padding, self._block_size, self._device, sinks=self._sinks)
-        # Cloned, since they are views of one buffer.
+        # Clone the tensors, because they are views of one buffer.
         vectors = {
             name: getattr(inputs, name).clone()
             for name in ("token_ids", "positions", "slots", "num_computed")
@@ -92,7 +92,7 @@ class DecodeGraphs:
         return replace(inputs, **vectors, block_tables=inputs.block_tables.clone())
 
     def _first(self, size: int) -> StepInputs:
-        """Views of the first rows of the inputs."""
+        """Return views of the first rows of the inputs."""
         all_inputs = self._inputs
         return replace(
             all_inputs,
@@ -141,7 +141,7 @@ class DecodeGraphs:
         return _Graph(graph.replay, logits)
 
     def _uncaptured(self, inputs: StepInputs) -> _Graph:
-        """Emulation of a graph for tests without a GPU."""
+        """Emulate a graph, for tests without a GPU."""
         logits = self._forward(inputs)
 
         def replay() -> None:

@@ -19,7 +19,7 @@ from neso.engine.runners.torch.weights import MLP, DecoderWeights, Experts, Laye
 from neso.engine.specs.decoder_spec import DecoderSpec
 
 Adapt = Callable[[tuple[Target, ...], Tensor, Tensor], Tensor]
-"""(targets, x, y): y, the product of x with the matrices of `targets`, including the adapters' changes."""
+"""(targets, x, y): returns y, the product of x with the matrices of `targets`, plus the adapters' updates."""
 
 
 def _no_adapters(targets: tuple[Target, ...], x: Tensor, y: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def run_mlp(
     x: Tensor,
     adapt: Adapt = _no_adapters,
 ) -> Tensor:
-    """Output [T, hidden] for normed x[T, hidden]. Adapters do not apply to experts."""
+    """Return the output [T, hidden] for normed x[T, hidden]. Adapters do not apply to experts."""
     if isinstance(weights, Experts):
         return _run_experts(spec, operations, weights, x)
     inner = adapt(("gate", "up") if spec.gated else ("up",), x, weights.gate_up(x))
@@ -44,7 +44,7 @@ def run_mlp(
 
 
 def _run_experts(spec: DecoderSpec, operations: Operations, weights: Experts, x: Tensor) -> Tensor:
-    """Each expert processes only the rows routed to it. Synchronizes with the host to learn their counts."""
+    """Run the experts, each on only the rows routed to it. Synchronizes with the host to read the row counts."""
     experts = spec.experts
     assert experts is not None
     scores = weights.router(x).float()
@@ -67,7 +67,10 @@ def _run_experts(spec: DecoderSpec, operations: Operations, weights: Experts, x:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """`cos_sin`: for each layer, cosines, then sines of each position, float32[max_position, rotary_dim]; or None."""
+    """Forward pass of a decoder.
+
+    `cos_sin`: for each layer, cosines, then sines of each position, float32[max_position, rotary_dim]; or None.
+    """
 
     spec: DecoderSpec
     weights: DecoderWeights
@@ -76,11 +79,11 @@ class Decoder:
     adapters: AdapterSlots
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """Logits float32[R, vocab_size]; writes the new keys and values first, layer by layer."""
+        """Return logits float32[R, vocab_size]; writes the new keys and values layer by layer."""
         return self.logits(self.final_states(inputs, cache))
 
     def logits(self, states: Tensor) -> Tensor:
-        """float32[R, vocab_size] of rows of `final_states`."""
+        """Return logits float32[R, vocab_size] for rows of `final_states`."""
         spec = self.spec
         logits = self.weights.lm_head(states).float()
         if spec.logit_scale != 1.0:
@@ -90,7 +93,7 @@ class Decoder:
         return logits
 
     def final_states(self, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """Normalized final hidden states of the requested tokens, [R + H, hidden]."""
+        """Return the normalized final hidden states of the requested tokens, [R + H, hidden]."""
         spec, layers = self.spec, self.weights.layers
         residual = self._embed(inputs)
         x = self._norm(residual, layers[0].norms.get("attention_norm"))
@@ -98,7 +101,7 @@ class Decoder:
             last = index + 1 == len(layers)
             attended = self._attention(x, index, layer, inputs, cache.layers[index])
             if last and inputs.logits_rows is not None:
-                # Behind its keys and values, the last layer is only needed for the requested tokens.
+                # After writing keys and values, the last layer is only computed for the requested tokens.
                 rows = inputs.logits_rows
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
                 x = x.index_select(0, rows) if spec.parallel else x
@@ -129,7 +132,7 @@ class Decoder:
         return x
 
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """x unchanged if there is no such norm."""
+        """Normalize x; return x unchanged if there is no such norm."""
         if norm is None:
             return x
         if self.spec.norm == "rms":
@@ -137,21 +140,21 @@ class Decoder:
         return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.spec.norm_eps)
 
     def _add_norm(self, branch: Tensor, residual: Tensor, norm: Norm | None) -> Tensor:
-        """residual += branch, in place; returns norm(residual)."""
+        """Add branch to residual, in place; return norm(residual)."""
         if norm is not None and self.spec.norm == "rms":
             return self.operations.add_rms_norm(branch, residual, norm.weight, self.spec.norm_eps)
         residual += branch
         return self._norm(residual, norm)
 
     def _branch(self, result: Tensor, post_norm: Norm | None) -> Tensor:
-        """The branch's contribution to the residual stream."""
+        """Return the branch's contribution to the residual stream."""
         result = self._norm(result, post_norm)
         return result if self.spec.residual_scale == 1.0 else result * self.spec.residual_scale
 
     def _adapt(
         self, index: int, inputs: StepInputs, targets: tuple[Target, ...], x: Tensor, y: Tensor
     ) -> Tensor:
-        """y, the product with x, including the changes of the batch's adapters."""
+        """Return y, the product with x, plus the updates of the batch's adapters."""
         if inputs.adapters is not None:
             # After attention, the last layer computes only the requested rows.
             requested_only = "query" not in targets and index + 1 == len(self.weights.layers)

@@ -1,4 +1,4 @@
-"""Base class of runners in torch: device, KV cache, block copies, logits and sampling on the device."""
+"""Base class of torch runners: device, KV cache, block copies, and logits and sampling on the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def prepare_device(options: RunnerOptions) -> torch.device:
-    """The current CUDA device; without one the CPU, with the threads of the options or at most `available_cores`."""
+    """Return the current CUDA device; without one the CPU, with the configured threads or at most `available_cores`."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     torch.set_num_threads(options.num_threads or min(torch.get_num_threads(), available_cores()))
@@ -32,7 +32,7 @@ def prepare_device(options: RunnerOptions) -> torch.device:
 
 
 def operations_for(device: torch.device) -> Operations:
-    """Triton kernels on a GPU, plain torch operations elsewhere."""
+    """Return Triton kernels on a GPU, plain torch operations elsewhere."""
     if device.type != "cuda":
         return PlainOperations()
     from neso.engine.runners.torch.triton_operations import TritonOperations
@@ -50,7 +50,7 @@ class DeviceLogits:
         return len(self.values)
 
     def __getitem__(self, rows: int | slice | list[int]) -> Float32Array:
-        """A copy."""
+        """Return a copy of the rows."""
         picked: Float32Array = self.values[rows].cpu().numpy()
         return picked.copy() if self.values.device.type == "cpu" else picked
 
@@ -67,7 +67,7 @@ _SHARE_OF_GPU = 0.85
 
 
 class DeviceRunner(Runner):
-    """Subclasses implement `forward`. Not thread-safe.
+    """Base class; subclasses implement `forward`. Not thread-safe.
 
     - heads: shape of the keys and values of each layer
     - dtype: of activations and KV cache
@@ -79,14 +79,14 @@ class DeviceRunner(Runner):
     can_overlap = True
     capabilities: frozenset[Capability] = frozenset({"host_cache"})
     _cache: KVCache | None = None
-    # Tokens sampled by the last launched step, which the next step reads before the host knows them.
+    # Tokens sampled by the last launched step, which the next step reads before they are copied to the host.
     _chosen: Tensor | None = None
 
     @abstractmethod
     def forward(self, plan: StepPlan, cache: KVCache, chosen: Tensor | None) -> Tensor:
-        """Logits float32[R, vocab_size] on the device; writes new keys and values. Block copies are already done.
+        """Return logits float32[R, vocab_size] on the device; writes new keys and values.
 
-        A token id -1 - r means chosen[r]; see `step_inputs`.
+        Block copies are already done. A token id -1 - r means chosen[r]; see `step_inputs`.
         """
 
     def allocate_cache(self, layout: CacheLayout) -> None:

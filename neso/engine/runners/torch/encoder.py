@@ -44,7 +44,7 @@ class _Layer:
 
 
 class TorchLayerStack(LayerStack):
-    """Computes in the dtype of the options, by default the checkpoint's."""
+    """Encoder layers in torch. Computes in the dtype of the options, by default the checkpoint's."""
 
     def __init__(self, spec: LayerStackSpec, layers: list[_Layer], device: torch.device) -> None:
         self.spec = spec
@@ -104,7 +104,7 @@ def _read_layer(
     hidden, width = spec.hidden_size, spec.num_heads * spec.head_dim
 
     def pair(*roles: LayerRole, shape: tuple[int, ...]) -> Pair:
-        """Weights and biases of these roles, stacked along the outputs."""
+        """Return weights and biases of these roles, stacked along the outputs."""
         names = [spec.tensor_names[role].format(layer=layer) for role in roles]
         weight = torch.cat([torch.from_numpy(tensors.weight(name, shape)) for name in names])
         bias = torch.cat([torch.from_numpy(tensors.bias(name, shape[0])) for name in names])

@@ -34,7 +34,7 @@ class LayerCache:
 
 
 class KVCache:
-    """The blocks of all layers, plus one padding block that padded tokens write to."""
+    """The blocks of all layers, plus one padding block to which padded tokens write."""
 
     def __init__(
         self, shapes: list[HeadShape], layout: CacheLayout, dtype: torch.dtype, device: torch.device
@@ -46,7 +46,7 @@ class KVCache:
 
     def _layer(self, shape: HeadShape, dtype: torch.dtype, device: torch.device) -> LayerCache:
         sizes = (self.layout.num_blocks + 1, self.layout.block_size, shape.kv_heads)
-        # Zeros: unwritten slots may be loaded and multiplied by 0, which would not hide a NaN.
+        # Zero-initialized: unwritten slots may be loaded and multiplied by 0, which would not mask a NaN.
         return LayerCache(
             torch.zeros(*sizes, shape.key_dim, dtype=dtype, device=device),
             torch.zeros(*sizes, shape.value_dim, dtype=dtype, device=device),
@@ -78,7 +78,7 @@ class HostBlocks:
         self._parts = [part for layer in layers for part in (layer.keys, layer.values)]
         self._sizes = [part[0].numel() for part in self._parts]
         first = self._parts[0]
-        # Pinned, so that copies overlap with computation.
+        # Pinned memory, so that copies overlap with computation.
         self._rows = torch.empty(
             num_blocks,
             sum(self._sizes),

@@ -24,20 +24,20 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Operations(Protocol):
-    """For T tokens. Activations are in the model's dtype, accumulation in float32."""
+    """Operations on T tokens. Activations are in the model's dtype, accumulation in float32."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMS norm of x[T, width] with weight[width]."""
+        """Return the RMS norm of x[T, width] with weight[width]."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x, in place; returns its norm."""
+        """Add x to residual, in place; return its RMS norm."""
 
     def rotate(
         self, heads: Tensor, positions: Tensor, cos_sin: Tensor, weight: Tensor | None, eps: float
     ) -> None:
         """Rotate heads[T, heads, head_dim] in place by rows of cos_sin float32[positions, rotary_dim].
 
-        The first half of a row are cosines, the second sines. If there is a weight[head_dim], each head is
+        The first half of a row has the cosines, the second half the sines. With weight[head_dim], each head is
         normalized before the rotation.
         """
 
@@ -53,14 +53,14 @@ class Operations(Protocol):
         scale: float,
         softcap: float,
     ) -> Tensor:
-        """Causal attention of queries[T, heads, key_dim] over the cache: [T, heads, value_dim].
+        """Compute causal attention of queries[T, heads, key_dim] over the cache: [T, heads, value_dim].
 
-        A token attends to `window` tokens, itself included, and the first `inputs.sinks` tokens; None: to all.
-        A `softcap` above 0 caps the scores: softcap * tanh(score / softcap).
+        A token attends to `window` tokens, itself included, and the first `inputs.sinks` tokens; None: to all. A
+        `softcap` above 0 caps the scores: softcap * tanh(score / softcap).
         """
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up for gate_up[T, 2 * width] with the gate in the first half."""
+        """Return activation(gate) * up for gate_up[T, 2 * width] with the gate in the first half."""
 
 
 class PlainOperations:
@@ -123,9 +123,9 @@ class PlainOperations:
 
 
 def _positions_and_mask(inputs: StepInputs, sequence: int, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of the new tokens [count] and of the keys in slots `at` [keys], and the causal mask bool[count, keys].
+    """Return positions of the new tokens [count] and of the keys in slots `at` [keys], and the causal mask.
 
-    In a tree of draft tokens, a token attends to itself and its ancestors.
+    The mask is bool[count, keys]. In a tree of draft tokens, a token attends to itself and its ancestors.
     """
     start, end = inputs.plan.query_start[sequence : sequence + 2].tolist()
     computed = int(inputs.plan.num_computed[sequence])
@@ -145,7 +145,7 @@ def _positions_and_mask(inputs: StepInputs, sequence: int, at: Tensor) -> tuple[
 def _attend(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float
 ) -> Tensor:
-    """queries[Q, heads, D], keys[L, kv_heads, D], values[L, kv_heads, E], mask bool[Q, L] -> [Q, heads, E]."""
+    """Compute queries[Q, heads, D], keys[L, kv_heads, D], values[L, kv_heads, E], mask bool[Q, L] -> [Q, heads, E]."""
     q, k, v = (part.transpose(0, 1) for part in (queries, keys, values))
     if not softcap and k.shape[-1] == v.shape[-1]:
         attended = functional.scaled_dot_product_attention(

@@ -58,7 +58,7 @@ class TorchRunner(DeviceRunner, SpecRunner):
     def allocate_cache(self, layout: CacheLayout) -> None:
         super().allocate_cache(layout)
         cache = self._cache
-        # No graphs for experts: the host must know how many rows each gets.
+        # No graphs for experts, because the host must read the number of rows of each expert.
         if self.device.type == "cuda" and cache is not None and self.spec.experts is None:
             self._graphs = DecodeGraphs(
                 lambda inputs: self._decoder.forward(inputs, cache),
@@ -99,12 +99,12 @@ class TorchRunner(DeviceRunner, SpecRunner):
 
     def _max_table_length(self, layout: CacheLayout) -> int:
         length = -(-self.max_position // layout.block_size)
-        # Windows free blocks but keep their table entries, so a table may have more entries than there are blocks.
+        # Windows free blocks but keep their table entries, so a table may have more entries than the cache has blocks.
         return length if self.window is not None else min(length, layout.num_blocks)
 
 
 def _cos_sin(spec: DecoderSpec, device: torch.device) -> list[Tensor | None]:
-    """Cosines and sines of each layer; layers with the same rotation share a tensor."""
+    """Return cosines and sines of each layer; layers with the same rotation share a tensor."""
     tables = {
         rotary: torch.from_numpy(np.concatenate([cos, sin], axis=1)).to(device)
         for rotary, (cos, sin) in RotaryTables(spec.rotaries)

@@ -11,9 +11,9 @@ from neso.engine.sampling.token_sampling import INVALID_TOKEN, RowMasks, Samplin
 
 
 def choose(logits: Tensor, draws: SamplingBatch) -> Tensor:
-    """A token for each row of float32[R, V], int32[R] on the device; INVALID_TOKEN where there is none.
+    """Draw a token for each row of float32[R, V]; returns int32[R] on the device, INVALID_TOKEN if none is possible.
 
-    Masks change the logits.
+    Masks change the logits in place.
     """
     if draws.masks is not None:
         _mask(logits, draws.masks)
@@ -37,13 +37,13 @@ def _mask(logits: Tensor, masks: RowMasks) -> None:
 
 
 def _exponentials(logits: Tensor, draws: SamplingBatch) -> Tensor:
-    """Probabilities relative to the most likely token, float32[R, V]."""
+    """Return the probabilities relative to the most likely token, float32[R, V]."""
     temperature = send(draws.temperature, logits.device)
     return ((logits - logits.amax(dim=1, keepdim=True)) * (1 / temperature)[:, None]).exp()
 
 
 def _kept(weights: Tensor, draws: SamplingBatch) -> Tensor:
-    """Zero what top-k, then top-p, then min-p drop; see `token_sampling.filter_weights`."""
+    """Set the weights excluded by top-k, then top-p, then min-p to 0; see `token_sampling.filter_weights`."""
     if not (draws.top_k.any() or (draws.top_p < 1).any() or draws.min_p.any()):
         return weights
     device, vocab = weights.device, weights.shape[1]
@@ -60,7 +60,7 @@ def _kept(weights: Tensor, draws: SamplingBatch) -> Tensor:
 
 
 def _draw(weights: Tensor, draws: SamplingBatch) -> Tensor:
-    """Index sampled from each row by inversion of its distribution function, int64[R]."""
+    """Draw an index from each row by inverse transform sampling, int64[R]."""
     cumulative = weights.cumsum(dim=1, dtype=torch.float64)
     targets = send(draws.uniforms, weights.device)[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, targets, right=True)[:, 0]

@@ -1,4 +1,4 @@
-"""A step plan on the device, and transfers to the device."""
+"""Step plans on the device, and transfers to the device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Int32Array = npt.NDArray[np.int32]
 
 
 def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to the device asynchronously; on the CPU, a view.
+    """Copy an array to the device asynchronously; on the CPU, return a view.
 
-    Goes through pinned memory: a copy from pageable memory would wait for the device.
+    Goes through pinned memory, because a copy from pageable memory would wait for the device.
     """
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
@@ -27,7 +27,7 @@ def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def send_together(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays as int32 tensors on the device, in one transfer; they are views of one buffer."""
+    """Copy arrays to the device in one transfer; returns int32 tensors that are views of one buffer."""
     packed = send(np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int32), device)
     pieces = packed.split([array.size for array in arrays])
     return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
@@ -42,7 +42,7 @@ class AdapterRows:
 
     @classmethod
     def from_plan(cls, plan: StepPlan, device: torch.device) -> AdapterRows | None:
-        """None if no sequence has an adapter."""
+        """Return the rows of a plan; None if no sequence has an adapter."""
         if plan.adapter_slots is None:
             return None
         slots = np.repeat(plan.adapter_slots, np.diff(plan.query_start))
@@ -125,17 +125,17 @@ def step_inputs(
         (tensors["embedding_positions"],) = send_together([plan.embedding_positions], device)
         tensors["embeddings"] = send(plan.embeddings.copy(), device)
     if len(plan.tree_masks):
-        # Copies, since the plan's arrays are read-only and tensors cannot be.
+        # Copies, because the plan's arrays are read-only and tensors cannot be.
         tensors["tree_masks"] = send(plan.tree_masks.astype(np.int64), device)
         tensors["tree_depths"] = send(plan.tree_depths.copy(), device)
     return StepInputs(**tensors, plan=plan, sinks=sinks, adapters=AdapterRows.from_plan(plan, device))
 
 
 def resolve_tokens(plan: StepPlan, token_ids: Tensor, chosen: Tensor | None) -> Tensor:
-    """`token_ids` of the plan on the device, with references to tokens of the previous step resolved."""
+    """Replace references to tokens of the previous step in the plan's `token_ids` on the device."""
     if chosen is None or not (plan.token_ids < 0).any():
         return token_ids
-    # Clamped: a row with NaN logits has no valid token; its sequence ends and the result is discarded.
+    # Clamped, because a row with NaN logits has no valid token; its sequence ends and the result is discarded.
     rows = (-1 - token_ids).clamp(0, len(chosen) - 1)
     return torch.where(token_ids < 0, chosen[rows.long()].clamp(min=0), token_ids)
 
@@ -146,7 +146,7 @@ def wants_all_rows(plan: StepPlan) -> bool:
 
 
 def _prefill_tiles(lengths: Int32Array) -> npt.NDArray[np.int64]:
-    """(sequence, first new token) of every tile, [P, 2]; the longest sequences first, since they take longest."""
+    """Return (sequence, first new token) of every tile, [P, 2]; longest sequences first, because they take longest."""
     sequences = np.flatnonzero(lengths > 1)
     sequences = sequences[np.argsort(-lengths[sequences], kind="stable")]
     counts = -(-lengths[sequences] // TILE_QUERIES)

@@ -1,9 +1,9 @@
 """Paged attention in Triton: tiles of queries of a sequence attend to the blocks of its KV cache.
 
 A tile is up to TILE_QUERIES new tokens of one sequence; all query heads that share a key-value head are rows of one
-product. A decode is a tile of one token; its context is split among programs, since there are too few tiles to fill the
-GPU, and a second kernel merges the parts (FlashDecoding). The softmax is online (FlashAttention, arXiv 2205.14135), in
-powers of two.
+product. A decode is a tile of one token; its context is split among programs, because there are too few tiles to fill
+the GPU, and a second kernel merges the parts (FlashDecoding). The softmax is online (FlashAttention, arXiv 2205.14135),
+in powers of two.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _attend_tile(
         tree_mask = tl.load(tree_masks + begin + token, mask=row_exists, other=0)
         query_pos = computed + tl.load(tree_depths + begin + token, mask=row_exists, other=0)
         if WINDOW > 0:
-            # The position of a token of a tree is at most that of its slot, and at least that of the first token.
+            # The position of a tree token is at most that of its slot, and at least that of the first token.
             oldest = tl.maximum(computed - WINDOW + 1, 0)
     # Keys are the sinks followed by the window; the gap between them is skipped.
     skipped = 0
@@ -127,7 +127,7 @@ def _attend_tile(
         )
         scores = tl.dot(query, key, input_precision="ieee") * scale
         if SOFTCAP:
-            # tanh by exponentials of a negative number: it cannot overflow.
+            # tanh computed with exponentials of a negative number, which cannot overflow.
             bounded = tl.abs(scores / softcap)
             decay = tl.exp2(bounded * (-2.0 * _LOG2_E))
             scores = tl.where(scores < 0, -softcap, softcap) * (1 - decay) / (1 + decay)
@@ -148,7 +148,7 @@ def _attend_tile(
             seen = seen & in_window
         scores = tl.where(seen, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
-        # A row that has seen nothing yet has no finite score to subtract.
+        # A row without visible keys so far has no finite score to subtract.
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(best - base)
@@ -290,7 +290,7 @@ def _launch(
 
 
 def _splits(programs: int, device: torch.device) -> int:
-    """A power of two, for about two programs per multiprocessor."""
+    """Return the number of splits: a power of two, for about two programs per multiprocessor."""
     if device.type != "cuda":
         return 4
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // programs

@@ -51,7 +51,10 @@ def _round_rows(codes, scales, x, width, PADDED: tl.constexpr):
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes e4m3[rows, width] and scales float32[rows, 1] of x[rows, width]; the maximum of a row becomes 448."""
+    """Round x[rows, width] to codes e4m3[rows, width] and scales float32[rows, 1].
+
+    The maximum of a row becomes 448.
+    """
     x = x.contiguous()
     rows, width = x.shape
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -78,7 +81,7 @@ def _gated(out, gate_up, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
         wide = wide * tl.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide))
     else:
         wide = wide * tl.sigmoid(wide)
-    # Rounded between the activation and the product, as two separate operations would.
+    # Rounded between the activation and the product, like two separate operations.
     tl.store(out + token * width + columns, wide.to(gate.dtype) * up, mask=exists)
 
 
@@ -103,7 +106,7 @@ def _rms_norm(out, x, residual, weight, eps, width, ADD: tl.constexpr, PADDED: t
     exists = columns < width
     values = tl.load(x + row * width + columns, mask=exists, other=0.0).to(tl.float32)
     if ADD:
-        # Rounded before the norm: the residual stream has the dtype of the activations.
+        # Rounded before the norm, because the residual stream has the dtype of the activations.
         pointer = residual + row * width + columns
         before = tl.load(pointer, mask=exists, other=0.0)
         summed = (before.to(tl.float32) + values).to(before.dtype)
@@ -115,7 +118,7 @@ def _rms_norm(out, x, residual, weight, eps, width, ADD: tl.constexpr, PADDED: t
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of x[T, width] with weight[width]; with a residual, residual += x and its norm."""
+    """Return the RMS norm of x[T, width] with weight[width]; with a residual, add x to it and return its norm."""
     x = x.contiguous()
     rows, width = x.shape
     out = torch.empty_like(x)
@@ -161,7 +164,7 @@ def _rotate(
         rest = tl.load(base + rest_dims, mask=stays, other=0.0).to(tl.float32)
         squares = tl.sum(first * first, 0) + tl.sum(second * second, 0) + tl.sum(rest * rest, 0)
         factor = tl.rsqrt(squares / HEAD_DIM + eps)
-        # Rounded between the norm and the rotation, as two separate operations would.
+        # Rounded between the norm and the rotation, like two separate operations.
         kind = heads.dtype.element_ty
         first = (first * factor * tl.load(weight + dims, mask=turns, other=0.0)).to(kind).to(tl.float32)
         second = (

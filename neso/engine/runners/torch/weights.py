@@ -1,4 +1,4 @@
-"""The weights of a decoder on the device, and matrix products with them."""
+"""Weights of a decoder on the device, and matrix products with them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class DenseLinear:
 class Float8Linear:
     """x @ (codes * scales).T + bias for codes e4m3[outputs, inputs] and scales float32[outputs].
 
-    On GPUs that multiply e4m3 (compute capability 8.9 and up), activations are rounded to it too, with a scale per
-    token. Elsewhere the codes are converted for each product, which saves memory but not time.
+    On GPUs that multiply e4m3 (compute capability 8.9 and up), activations are rounded to e4m3 too, with a scale per
+    token. On other GPUs the codes are converted for each product, which saves memory but not time.
     """
 
     codes: Tensor
@@ -50,7 +50,7 @@ class Float8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if _multiplies_float8(x.device) and not (self.codes.shape[0] % 16 or self.codes.shape[1] % 16):
             rounded, x_scales = round_to_float8(x)
-            # All such GPUs support bfloat16 output and bias; the inputs have fewer bits than that.
+            # All such GPUs support bfloat16 output and bias; the inputs have fewer bits.
             bias = None if self.bias is None else self.bias.bfloat16()
             return torch._scaled_mm(
                 rounded, self.codes.t(), x_scales, self.scales[None], bias=bias, out_dtype=torch.bfloat16
@@ -68,7 +68,10 @@ class Float8Linear:
 
 
 def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes e4m3[rows, columns] and scales float32[rows, 1] of x[rows, columns]; the maximum of a row becomes 448."""
+    """Round x[rows, columns] to codes e4m3[rows, columns] and scales float32[rows, 1].
+
+    The maximum of a row becomes 448.
+    """
     if _multiplies_float8(x.device):
         from neso.engine.runners.torch.triton_operations import round_rows
 
@@ -91,7 +94,7 @@ _NAMED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Weight and bias [width]; float32 for norms with an offset, which would lose bits by rounding."""
+    """Weight and bias [width]; float32 for norms with an offset, which would lose precision by rounding."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -107,7 +110,7 @@ class MLP:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """router: one output per expert, then one for the shared expert's gate, if there is one."""
+    """router: one output per expert, then one for the shared expert's gate, if present."""
 
     router: Linear
     experts: list[MLP]
@@ -159,7 +162,7 @@ class WeightLoader:
         self.dtype = self._choose_dtype(options)
 
     def load(self) -> DecoderWeights:
-        """Raises `CheckpointError` if a tensor is missing or has the wrong shape."""
+        """Load all weights. Raises `CheckpointError` if a tensor is missing or has the wrong shape."""
         spec = self._spec
         embedding = self._dense(self._tensors.matrix("embedding"))
         positions = (
@@ -173,7 +176,7 @@ class WeightLoader:
             final_norm=Norm(
                 self._vector("final_norm"), self._vector("final_norm_bias") if spec.norm_bias else None
             ),
-            # Not quantized: errors directly affect the logits.
+            # Not quantized, because rounding errors directly affect the logits.
             lm_head=DenseLinear(head, self._vector("lm_head_bias") if spec.lm_head_bias else None),
         )
 
@@ -228,13 +231,13 @@ class WeightLoader:
             )
             for expert in range(experts.count)
         ]
-        # Not quantized: errors of the router send tokens to other experts.
+        # Not quantized, because rounding errors of the router would send tokens to other experts.
         return Experts(DenseLinear(router), made, shared)
 
     def _linear(
         self, layer: int, roles: tuple[Role, ...], biases: tuple[Role, ...] = (), expert: int | None = None
     ) -> Linear:
-        """The product with the stacked matrices of these roles."""
+        """Return the product with the stacked matrices of these roles."""
         bias = torch.cat([self._vector(role, layer) for role in biases]) if biases else None
         parts = [self._tensors.matrix(role, layer, expert) for role in roles]
         if all(isinstance(part, Float8Matrix) and part.output_scales() is not None for part in parts):
@@ -261,5 +264,5 @@ class WeightLoader:
         if weights.dtype not in _DTYPES:
             weights = weights.astype(np.float32)
         bits = np.require(weights, requirements=["A", "C"]).view(np.dtype(f"i{weights.dtype.itemsize}"))
-        # A copy, since the view of the file is read-only.
+        # A copy, because the view of the file is read-only.
         return torch.tensor(bits).view(_DTYPES[weights.dtype]).to(self._device, self.dtype)

@@ -1,1 +1,1 @@
-"""Model families: each function reads a config.json and returns a spec; `specs/registry.py` lists them."""
+"""Model families. Each function reads a config.json and returns a spec; `specs/registry.py` lists them."""

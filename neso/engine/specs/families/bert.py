@@ -85,7 +85,7 @@ def bert(config: ConfigReader) -> EncoderSpec:
 
 
 def roberta(config: ConfigReader) -> EncoderSpec:
-    """RoBERTa (arXiv 1907.11692), XLM-RoBERTa, CamemBERT: BERT with other positions and classifier."""
+    """RoBERTa (arXiv 1907.11692), XLM-RoBERTa, CamemBERT: BERT with different positions and classifier."""
     spec = bert(config)
     padding_id = config.integer("pad_token_id", 1, minimum=0)
     return replace(

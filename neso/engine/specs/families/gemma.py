@@ -101,14 +101,17 @@ def gemma3_multimodal(config: ConfigReader) -> DecoderSpec:
 
 
 def _read_softcap(config: ConfigReader, field: str, default: float | None) -> float | None:
-    """An explicit null disables the cap."""
+    """Read a soft cap; an explicit null disables it."""
     if config.mentions(field) and not config.has(field):
         return None
     return config.number(field, default) if config.has(field) or default is not None else None
 
 
 def _read_rotaries(config: ConfigReader, head_dim: int, max_position: int) -> tuple[RotarySpec, RotarySpec]:
-    """Rotations of full and of sliding-window layers: from `rope_parameters` by layer type, or from older fields."""
+    """Read the rotations of full and of sliding-window layers.
+
+    They are in `rope_parameters` by layer type, or in older fields.
+    """
     if config.has("rope_parameters") and config.section("rope_parameters").nests_objects():
         kinds = config.section("rope_parameters")
         sections = {kind: kinds.section(kind) if kinds.has(kind) else ConfigReader({}) for kind in _THETAS}

@@ -29,7 +29,10 @@ def gpt_bigcode(config: ConfigReader) -> DecoderSpec:
 
 
 def _fused(num_heads: int, head_dim: int, multi_query: bool) -> dict[Role, TensorLocation]:
-    """All queries, then one key and one value; without multi-query attention, query, key and value of each head."""
+    """Return the layout of the fused tensor: all queries, then one key and one value.
+
+    Without multi-query attention: query, key and value of each head.
+    """
     query = num_heads * head_dim if multi_query else head_dim
     ends = query, query + head_dim, query + 2 * head_dim
     groups = 1 if multi_query else num_heads

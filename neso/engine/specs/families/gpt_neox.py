@@ -47,7 +47,7 @@ def gpt_neox(config: ConfigReader) -> DecoderSpec:
 
 def _names(num_heads: int, head_dim: int) -> dict[Role, TensorLocation]:
     def part(kind: str, index: int) -> TensorPart:
-        """Rows of each head: its query, then its key, then its value."""
+        """Return the rows of one kind. Each head has its query, followed by its key and its value."""
         name, outputs = f"{_LAYER}attention.query_key_value.{kind}", 3 * num_heads * head_dim
         return TensorPart(name, outputs, index * head_dim, (index + 1) * head_dim, groups=num_heads)
 

@@ -65,7 +65,7 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def vision_spec(config: Mapping[str, Any]) -> VisionSpec | None:
-    """The vision tower of the model that a config.json describes; None if it has none.
+    """Return the vision tower of the model described by a config.json; None if it has none.
 
     Raises `UnsupportedModel` for an unsupported feature, `InvalidConfig` for an invalid field.
     """
@@ -108,7 +108,7 @@ def vision_spec(config: Mapping[str, Any]) -> VisionSpec | None:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of the language model."""
+    """Return the config.json of the language model."""
     section = dict(config.get("text_config") or {})
     model_type = str(section.get("model_type", "llama"))
     if model_type not in MODEL_TYPES:
@@ -120,7 +120,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _num_layers(config: ConfigReader, depth: int) -> int:
-    """Number of layers up to the one whose output is used; `vision_feature_layer` -2 skips the last one."""
+    """Return the number of layers up to the one whose output is used; `vision_feature_layer` -2 skips the last one."""
     layer = config.value("vision_feature_layer")
     layer = -2 if layer is None else layer
     if not isinstance(layer, int) or not -depth - 1 <= layer <= depth:

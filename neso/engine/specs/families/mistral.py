@@ -68,7 +68,7 @@ def mixtral(config: ConfigReader) -> DecoderSpec:
 
 
 def _read_window(config: ConfigReader, num_layers: int) -> int | None:
-    """Null means no window (v0.2 onwards); an absent field means the window of Mistral 7B v0.1."""
+    """Read the window. Null means no window (v0.2 onwards); an absent field means the window of Mistral 7B v0.1."""
     none = config.mentions("sliding_window") and not config.has("sliding_window")
     window = None if none else config.integer("sliding_window", _DEFAULT_WINDOW)
     if config.has("layer_types"):

@@ -109,7 +109,7 @@ def qwen3_moe(config: ConfigReader) -> DecoderSpec:
 
 
 def _read_experts(config: ConfigReader, num_layers: int, count_field: str) -> ExpertsSpec:
-    """Every `decoder_sparse_step`-th layer is sparse, except `mlp_only_layers`."""
+    """Read the experts. Every `decoder_sparse_step`-th layer is sparse, except `mlp_only_layers`."""
     step, dense = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
     return ExpertsSpec(
         count=config.integer(count_field),

@@ -1,7 +1,7 @@
-"""ggml's quantized blocks: conversion to `QuantizedMatrix`, and exact dequantization.
+"""Conversion of ggml's quantized blocks to `QuantizedMatrix`, and exact dequantization.
 
-Layouts follow ggml-common.h, where `d` is the scale of a block. Functions named after a type take M blocks,
-uint8[M, bytes per block].
+Layouts follow ggml-common.h, where `d` is the scale of a block. Functions named after a type take M blocks, uint8[M,
+bytes per block].
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class BlockFormat:
 
 
 def _q8_0(blocks: UInt8Array) -> Groups:
-    """d float16, then 32 signed codes."""
+    """Parse blocks of d float16, then 32 signed codes."""
     return Groups(blocks[:, 2:] ^ np.uint8(0x80), _float16(blocks[:, :2]))
 
 
 def _q4_0(blocks: UInt8Array) -> Groups:
-    """d float16, then 16 bytes: the first 16 codes in the low nibbles, the others in the high ones."""
+    """Parse blocks of d float16, then 16 bytes: the first 16 codes in the low nibbles, the rest in the high ones."""
     return Groups(_nibbles(blocks[:, 2:]), _float16(blocks[:, :2]))
 
 
 def _q4_k(blocks: UInt8Array) -> Groups:
-    """d and dmin float16, 6-bit scales and minima of 8 groups in 12 bytes, then 4 x 32 bytes of nibbles."""
+    """Parse blocks of d and dmin float16, 8 scales and minima of 6 bits in 12 bytes, then 4 x 32 bytes of nibbles."""
     packed = blocks[:, 4:16]
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     # Four plain 6-bit values, then four whose upper two bits are the unused upper bits of the first four.
@@ -61,12 +61,12 @@ def _q4_k(blocks: UInt8Array) -> Groups:
 
 
 def _q6_k(blocks: UInt8Array) -> Groups:
-    """Requantized to 8 bits: Q6_K has one scale per 16 codes of 6 bits, `QuantizedMatrix` one per 32 or more.
+    """Requantize to 8 bits: Q6_K has one scale per 16 codes of 6 bits, `QuantizedMatrix` one per 32 or more.
 
-    The two scales of a group of 32 are d times signed bytes. The new scale is a quarter of the larger one, so the
-    half with that scale stays exact (4 x code), and so does the other half if the scales are equal. Otherwise the
-    error is at most half a step, an eighth of the larger scale; if the scales have opposite signs, code 128 cannot
-    be represented, and 127 is off by a whole step.
+    The two scales of a group of 32 are d times signed bytes. The new scale is a quarter of the larger one, so the half
+    with that scale stays exact (4 x code), and so does the other half if the scales are equal. Otherwise the error is
+    at most half a step, an eighth of the larger scale; if the scales have opposite signs, code 128 cannot be
+    represented, and 127 is off by a whole step.
     """
     codes, scales, d = _q6_k_parts(blocks)
     pairs = scales.reshape(-1, 8, 2)
@@ -88,10 +88,10 @@ def _q6_k_exact(blocks: UInt8Array) -> Float32Array:
 
 
 def _q6_k_parts(blocks: UInt8Array) -> tuple[UInt8Array, Float32Array, Float32Array]:
-    """Codes uint8[M, 256] from 0 to 63 (meaning -32 to 31), scales float32[M, 16], d float32[M, 1].
+    """Return codes uint8[M, 256] from 0 to 63 (meaning -32 to 31), scales float32[M, 16], d float32[M, 1].
 
-    128 bytes of lower 4 bits, 64 bytes of upper 2 bits, 16 scales (int8), d float16. Each half of the block has
-    its 128 codes in four runs of 32: two in the low nibbles, two in the high ones.
+    128 bytes of lower 4 bits, 64 bytes of upper 2 bits, 16 scales (int8), d float16. Each half of the block has its 128
+    codes in four runs of 32: two in the low nibbles, two in the high ones.
     """
     low = blocks[:, :128].reshape(-1, 2, 2, 32)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
@@ -104,7 +104,7 @@ def _q6_k_parts(blocks: UInt8Array) -> tuple[UInt8Array, Float32Array, Float32Ar
 
 
 def _nibbles(packed: UInt8Array) -> UInt8Array:
-    """Low nibbles, then high nibbles: uint8[M, n] to uint8[M, 2n]."""
+    """Return low nibbles, then high nibbles: uint8[M, n] to uint8[M, 2n]."""
     count = packed.shape[1]
     codes = np.empty((len(packed), 2 * count), np.uint8)
     np.bitwise_and(packed, 15, out=codes[:, :count])
@@ -135,7 +135,7 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
 }
 
 
-# Values converted at a time, so that intermediates stay in the CPU cache.
+# Number of values converted at a time, so that intermediates stay in the CPU cache.
 _CHUNK_VALUES = 1 << 18
 
 

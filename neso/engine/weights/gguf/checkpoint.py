@@ -67,7 +67,7 @@ _LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]*)\.(\w+)\.(weight|bias)")
 
 
 def huggingface_name(architecture: str, name: str, *, has_experts: bool) -> str | None:
-    """Hugging Face name of a GGUF tensor; None if the architecture has no such tensor.
+    """Return the Hugging Face name of a GGUF tensor; None if the architecture has no such tensor.
 
     Names of stacked experts contain the placeholder "{expert}".
     """
@@ -109,14 +109,14 @@ class GGUFCheckpoint(TensorSource):
         self._names = self._map_names()
 
     def names(self) -> Iterator[str]:
-        """Hugging Face names of all tensors."""
+        """Return the Hugging Face names of all tensors."""
         return iter(self._names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """A read-only array in the file's dtype; quantized values are dequantized to float32."""
+        """Return a read-only array in the file's dtype; quantized values are dequantized to float32."""
         stored = self._stored(name, shape)
         kind = self._type(name)
         if kind.dtype is not None:
@@ -143,7 +143,7 @@ class GGUFCheckpoint(TensorSource):
         self._file.close()
 
     def _stored(self, name: str, shape: tuple[int, ...] | None) -> npt.NDArray[Any]:
-        """Values or quantized blocks, with rows in Hugging Face's order."""
+        """Return values or quantized blocks, with rows in Hugging Face's order."""
         if name not in self._names:
             raise CheckpointError(f"{self.directory}: the file has no tensor {name!r}")
         own, expert = self._names[name]
@@ -188,9 +188,9 @@ class GGUFCheckpoint(TensorSource):
         return rows
 
     def _map_names(self) -> dict[str, tuple[str, int | None]]:
-        """Hugging Face name to (GGUF name, index in a stack of experts or None).
+        """Map Hugging Face names to (GGUF name, index in a stack of experts or None).
 
-        Raises `CheckpointError` for a tensor without a Hugging Face name: the model would ignore it.
+        Raises `CheckpointError` for a tensor without a Hugging Face name, because the model would ignore it.
         """
         names: dict[str, tuple[str, int | None]] = {}
         has_experts = "num_experts_per_tok" in self.config

@@ -1,4 +1,4 @@
-"""The config.json that is equivalent to the metadata of a GGUF file."""
+"""Conversion of GGUF metadata to an equivalent config.json."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from neso.engine.weights.gguf.file import GGUFFile
 from neso.engine.weights.gguf.metadata import Metadata
 from neso.engine.weights.source import CheckpointError
 
-# Llama 3.1 first; models with this scaling differ in the original length, not in the ramp.
+# Llama 3.1 first. Models with this scaling differ in the original length, not in the ramp.
 _ORIGINAL_LENGTHS = (8192, *(1 << bits for bits in range(10, 18) if bits != 13))
 _LOW_FREQ, _HIGH_FREQ = 1.0, 4.0
 _TOLERANCE = 1e-4
 
 
 def llama3_scaling(factors: npt.NDArray[np.float32], theta: float) -> dict[str, Any] | None:
-    """The `rope_scaling` that divides frequencies by `factors`, float32[head_dim / 2].
+    """Return the `rope_scaling` that divides frequencies by `factors`, float32[head_dim / 2].
 
-    GGUF stores these factors instead of the parameters. None if no known parameters give them.
+    GGUF stores these factors instead of the parameters. Returns None if no known parameters produce them.
     """
     largest = float(factors.max())
     if not largest > 1.0:
@@ -41,7 +41,10 @@ def llama3_scaling(factors: npt.NDArray[np.float32], theta: float) -> dict[str, 
 
 
 def _llama3_factors(count: int, theta: float, factor: float, length: int) -> npt.NDArray[np.float64]:
-    """1 for more than `_HIGH_FREQ` turns in `length` tokens, `factor` for fewer than `_LOW_FREQ`, a ramp between."""
+    """Return the divisor of each frequency.
+
+    1 for more than `_HIGH_FREQ` turns in `length` tokens, `factor` for fewer than `_LOW_FREQ`, a ramp between.
+    """
     frequencies = theta ** (-np.arange(count) / count)
     turns = length * frequencies / (2 * math.pi)
     kept = np.clip((turns - _LOW_FREQ) / (_HIGH_FREQ - _LOW_FREQ), 0.0, 1.0)
@@ -49,7 +52,7 @@ def _llama3_factors(count: int, theta: float, factor: float, length: int) -> npt
     return factors
 
 
-# By llama.cpp's name. Mistral models are "llama" too; they differ only in their window.
+# Architectures by llama.cpp's name. Mistral models are "llama" too; they differ only in their window.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -74,7 +77,7 @@ _NEUTRAL: dict[str, float] = {
 
 
 def architecture(file: GGUFFile) -> str:
-    """llama.cpp's architecture name. Raises `CheckpointError` for an unsupported one."""
+    """Return llama.cpp's architecture name. Raises `CheckpointError` for an unsupported one."""
     metadata = file.metadata
     kind = metadata.string("general.type", "model")
     if kind != "model":
@@ -94,7 +97,7 @@ def architecture(file: GGUFFile) -> str:
 
 
 def model_config(file: GGUFFile) -> dict[str, Any]:
-    """Fields of config.json. Raises `CheckpointError` for a missing, invalid or unsupported metadata key."""
+    """Return the fields of config.json. Raises `CheckpointError` for a missing, invalid or unsupported metadata key."""
     arch, metadata = architecture(file), file.metadata
     for key, neutral in _NEUTRAL.items():
         if metadata.number(f"{arch}.{key}", neutral) != neutral:
@@ -127,7 +130,10 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _experts(metadata: Metadata, arch: str) -> dict[str, Any]:
-    """Fields of mixture-of-experts models. A "llama" with experts is a Mixtral; `norm_topk_prob` is not in the file."""
+    """Return the fields of mixture-of-experts models. A "llama" with experts is a Mixtral.
+
+    `norm_topk_prob` is not in the file.
+    """
     count = metadata.integer(f"{arch}.expert_count", 0)
     if not count:
         if arch in ("qwen2moe", "qwen3moe"):
@@ -156,7 +162,7 @@ def _experts(metadata: Metadata, arch: str) -> dict[str, Any]:
 
 
 def _vocab_size(file: GGUFFile) -> int:
-    """Rows of the embedding: the tokens, possibly padded."""
+    """Return the number of rows of the embedding: the tokens and possibly padding."""
     rows = file.entry("token_embd.weight").shape[0]
     tokens = len(file.metadata.strings("tokenizer.ggml.tokens", []))
     if tokens > rows:
@@ -167,7 +173,7 @@ def _vocab_size(file: GGUFFile) -> int:
 
 
 def _token_ids(metadata: Metadata, vocab_size: int) -> dict[str, int]:
-    """BOS, EOS and padding. Ids outside the vocabulary mean none."""
+    """Return the ids of BOS, EOS and padding. Ids outside the vocabulary are treated as absent."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {field: metadata.integer(f"tokenizer.ggml.{name}_token_id", -1) for field, name in keys.items()}
     return {field: token_id for field, token_id in ids.items() if 0 <= token_id < vocab_size}
@@ -209,7 +215,7 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str
 
 
 def _from_factors(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Scaling from the tensor of frequency divisors that converters write for Llama 3."""
+    """Return the scaling for the tensor of frequency divisors that converters write for Llama 3."""
     entry = file.entry(ROPE_FACTORS)
     if entry.type.name != "F32" or entry.shape != (config["head_dim"] // 2,):
         raise CheckpointError(
@@ -228,7 +234,7 @@ def _from_factors(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any] | No
 
 
 def _window(metadata: Metadata, arch: str, context_length: int) -> dict[str, Any]:
-    """Fields of sliding-window models. A "llama" with a window is a Mistral."""
+    """Return the fields of sliding-window models. A "llama" with a window is a Mistral."""
     key = f"{arch}.attention.sliding_window"
     window = metadata.integer(key, 0)
     if not 0 < window < context_length:

@@ -90,7 +90,7 @@ class TensorEntry:
 
 
 class GGUFFile(MappedTensors[TensorEntry]):
-    """Raises `CheckpointError` on opening for any defect, naming file and defect.
+    """A memory-mapped GGUF file. Raises `CheckpointError` on opening for any defect, naming the file and the defect.
 
     - metadata: the key-value pairs
     - names(), entry(name), tensor(name): the tensors, by GGUF name
@@ -110,9 +110,9 @@ class GGUFFile(MappedTensors[TensorEntry]):
         self._check_layout(max(0, len(self._buffer) - self._data_start), gapless=False)
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
-        """A read-only view of the values, or for quantized types of the blocks, uint8[..., bytes per row].
+        """Return a read-only view of the values, or for quantized types of the blocks, uint8[..., bytes per row].
 
-        Raises `CheckpointError` if there is no such tensor or the file is closed.
+        Raises `CheckpointError` if the tensor does not exist or the file is closed.
         """
         entry = self.entry(name)
         kind, shape = entry.type, entry.shape
@@ -131,7 +131,7 @@ class GGUFFile(MappedTensors[TensorEntry]):
             raise CheckpointError(f"{self.path}: not a GGUF file: it does not begin with 'GGUF'")
 
     def _read_start(self, reader: HeaderReader) -> tuple[int, int]:
-        """(number of tensors, number of metadata pairs)"""
+        """Return (number of tensors, number of metadata pairs)."""
         reader.uint32("the magic")
         version = reader.uint32("the version")
         if version not in _VERSIONS:

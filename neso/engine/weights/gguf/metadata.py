@@ -57,7 +57,7 @@ class HeaderReader:
             raise CheckpointError(f"{self._path}: {what} is not valid UTF-8: {error}") from None
 
     def value(self, what: str) -> Value:
-        """A value preceded by its type. Arrays of numbers are read-only views, arrays of strings are lists."""
+        """Read a value preceded by its type. Arrays of numbers are read-only views, arrays of strings are lists."""
         kind = self.uint32(what)
         if kind == _STRING:
             return self.string(what)
@@ -77,7 +77,7 @@ class HeaderReader:
         return np.frombuffer(self._take(count * dtype.itemsize, what), dtype)
 
     def _strings(self, count: int, what: str) -> list[str]:
-        """Separate from `string` for speed: a vocabulary and its merges are half a million strings."""
+        """Read strings. Separate from `string` for speed: a vocabulary and its merges are half a million strings."""
         buffer, position, end = self._buffer, self.position, len(self._buffer)
         strings = []
         for _ in range(count):
@@ -112,7 +112,7 @@ class HeaderReader:
 
 
 class Metadata:
-    """Typed access to key-value pairs; a missing key takes the default.
+    """Typed access to key-value pairs; a missing key returns the default.
 
     Raises `CheckpointError`, naming the key, for a value of another type and for a missing key without default.
     """
@@ -125,7 +125,7 @@ class Metadata:
         return key in self._values
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """An integer, or an array with one integer per layer if they are all equal."""
+        """Return an integer, or the value of an array with equal integers for all layers."""
         value = self._value(key, default)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size:
             if (value != value[0]).any():
@@ -136,7 +136,7 @@ class Metadata:
         return value
 
     def positive(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Return a positive integer."""
         value = self.integer(key, default)
         if value < 1:
             raise self.error(key, f"must be positive, not {value}")
@@ -167,7 +167,7 @@ class Metadata:
         return value
 
     def numbers(self, key: str, count: int) -> npt.NDArray[Any] | None:
-        """An array of `count` numbers; None if the key is missing."""
+        """Return an array of `count` numbers; None if the key is missing."""
         if key not in self._values:
             return None
         value = self._values[key]

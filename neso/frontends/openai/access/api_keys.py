@@ -50,7 +50,7 @@ class ApiKey:
     """Stable identity of the key: its name, or the digest for keys without a name, whose line number may change."""
 
     def quota(self, default: Quota) -> Quota:
-        """The key's quota; limits that the key does not set come from `default`."""
+        """Return the key's quota; limits that the key does not set come from `default`."""
         return Quota(
             default.requests if self.requests is None else self.requests,
             default.tokens if self.tokens is None else self.tokens,
@@ -76,7 +76,7 @@ class ApiKeys:
         if file is not None:
             self._read(file)
         if not self._keys:
-            raise InvalidArgument(f"the file of API keys '{file}' holds none")
+            raise InvalidArgument(f"the file of API keys '{file}' contains no keys")
 
     def find(self, secret: bytes) -> ApiKey | None:
         """Return the key with this secret, or None. Takes constant time for a given number of keys."""
@@ -117,7 +117,7 @@ class ApiKeys:
 
 
 def request_key(scope: Mapping[str, Any]) -> ApiKey | None:
-    """The key that authenticated the request of an ASGI `scope`; None if no key is required."""
+    """Return the key that authenticated the request of an ASGI `scope`; None if no key is required."""
     return scope.get(_SCOPE_KEY)
 
 
@@ -127,7 +127,7 @@ def set_request_key(scope: dict[str, Any], key: ApiKey) -> None:
 
 
 def bearer_token(scope: Mapping[str, Any]) -> bytes | None:
-    """The secret in the header `Authorization: Bearer KEY`, else in `x-api-key: KEY`, else None."""
+    """Return the secret in `Authorization: Bearer KEY`, else in `x-api-key: KEY`, else None."""
     other = None
     for name, value in scope["headers"]:
         if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
@@ -175,7 +175,7 @@ def _parse_limit(path: Path, number: int, word: str) -> tuple[str, int]:
 
 
 def _file_state(file: Path) -> tuple[int, ...] | None:
-    """Modification time, size and inode; None if the file does not exist."""
+    """Return modification time, size and inode; None if the file does not exist."""
     try:
         status = file.stat()
     except OSError:

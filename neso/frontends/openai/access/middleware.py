@@ -54,7 +54,7 @@ def add_middleware(app: Starlette, options: AccessOptions) -> None:
 
 
 def limit_rates(routes: list[Route], options: AccessOptions) -> list[Route]:
-    """Add rate limits to `routes` if limits are configured or possible."""
+    """Add rate limits to `routes` if a default quota or API keys are configured."""
     if not options.quota and options.keys is None:  # a key may have its own quota
         return routes
     from neso.frontends.openai.access.rate_limits import RateLimitMiddleware

@@ -83,7 +83,7 @@ class RateLimiter:
 
 
 class RateLimitMiddleware:
-    """Rejects POST requests over the quota of the API key, or without keys of the client address, with status 429.
+    """Rejects POST requests over the quota of the API key (without keys: of the client address) with status 429.
 
     Every response to a limited request has OpenAI's `x-ratelimit-*` headers. Wrap each route with `wrap`; all
     routes share the limits.

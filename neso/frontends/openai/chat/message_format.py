@@ -59,7 +59,7 @@ class ModelParsers:
     @staticmethod
     @lru_cache(256)
     def find(tools: str, reasoning: str, template: str) -> ModelParsers:
-        """Parsers by name; "auto" detects them from the chat template. Raises `ValueError` for an unknown name."""
+        """Find parsers by name; "auto" detects them from the chat template. Raises `ValueError` for an unknown name."""
         return ModelParsers(
             detect_tool_parser(template) if tools == AUTO else find_tool_parser(tools),
             detect_reasoning_parser(template) if reasoning == AUTO else find_reasoning_parser(reasoning),
@@ -178,7 +178,7 @@ class MessageFormat:
     max_call_chars: int = MAX_CALL_CHARS
 
     def parser(self, *, eager: bool) -> MessageParser:
-        """A parser for one message; `eager` as in `ToolParser.stream`."""
+        """Create a parser for one message; `eager` as in `ToolParser.stream`."""
         tool_use = self.tool_use
         tools = None
         if tool_use.mode != "none":

@@ -247,7 +247,7 @@ def truncated_prompt(
     defaults = model.language_model.default_sampling
     output = defaults.max_tokens(chat.max_completion_tokens) or max_model_len // 4
     max_prompt = max_model_len - min(output, max_model_len // 2)
-    # The first turn is not a candidate: starting there drops nothing.
+    # The first turn is not a candidate: starting there drops no turns.
     starts = [index for index, message in enumerate(chat.messages) if message.role == "user"][1:]
     if not starts:
         return prompt, images

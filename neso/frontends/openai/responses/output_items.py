@@ -22,7 +22,7 @@ class OutputItems:
         self._items: list[_OutputItem] = []
 
     def as_list(self) -> list[Item]:
-        """All items in their current state."""
+        """Return all items in their current state."""
         return [item.as_dict() for item in self._items]
 
     def add_reasoning(self, text: str) -> list[Event]:

@@ -51,28 +51,28 @@ class Response:
         return self.status in TERMINAL_STATUSES
 
     def complete(self) -> None:
-        """The model ended its output."""
+        """End the response: the model ended its output."""
         self.status = "completed"
         self._completed_at = int(time.time())
 
     def truncate(self) -> None:
-        """The output reached its maximum length."""
+        """End the response as incomplete: the output reached its maximum length."""
         self.status = "incomplete"
         self._incomplete_reason = "max_output_tokens"
 
     def fail(self, code: str, message: str) -> None:
-        """Generation failed."""
+        """End the response with an error: generation failed."""
         self.status = "failed"
         self._error = {"code": code, "message": message}
 
     def cancel(self) -> None:
-        """The client cancelled the response."""
+        """End the response as cancelled by the client."""
         self.status = "cancelled"
         if self.output.as_list():
             self.output.finish(complete=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON object, a `ResponseObject`."""
+        """Return the JSON object, a `ResponseObject`."""
         reason = self._incomplete_reason
         return {
             "id": self.id,

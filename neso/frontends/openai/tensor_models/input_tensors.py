@@ -70,7 +70,7 @@ def _array(spec: TensorSpec, values: Sequence[Value], field: str) -> np.ndarray:
         limits = np.iinfo(dtype)
         for value in values:
             if not isinstance(value, bool | int) and not value.is_integer():  # type: ignore[union-attr]
-                raise InvalidParameter(field, f"the model takes whole numbers only, got {value}")
+                raise InvalidParameter(field, f"the model takes integers only, got {value}")
             if not limits.min <= int(value) <= limits.max:
                 raise InvalidParameter(field, f"the model takes {limits.min} to {limits.max}, got {value}")
     return np.array(values).astype(dtype)
@@ -173,7 +173,7 @@ def _write_words(
             raise InvalidParameter(field, NO_INPUT)
     elif words:
         if not all(isinstance(word, str) for word in words):
-            raise InvalidParameter(field, "the model takes texts, not tokens")
+            raise InvalidParameter(field, "the model takes text, not token ids")
         inputs.put(spec, list(words), field)
     elif not spec.optional:
         inputs.put(spec, [""], field)
@@ -193,7 +193,7 @@ def _write_guide(inputs: InputTensors, guide: GuidedDecoding) -> None:
 def _trtllm_guide(guide: GuidedDecoding) -> tuple[str, str]:
     """Return type and text of the guide; an empty text means any JSON object."""
     if guide.whitespace_pattern is not None or guide.disable_any_whitespace:
-        raise InvalidParameter(guide.field, "the model takes no rules for whitespace")
+        raise InvalidParameter(guide.field, "the model does not support whitespace options")
     if guide.json_object or guide.json is True:
         return "json", ""
     if guide.choice is not None:

@@ -65,7 +65,7 @@ def _field(name: str, sampling: SamplingParams) -> str | None:
 
 
 UNLIMITED_LENGTH = 2**31 - 1
-"""Context length of a model whose context length is unknown."""
+"""`max_model_len` of a model with unknown context length."""
 
 
 class _Prompt(NamedTuple):
@@ -142,7 +142,7 @@ class TensorLanguageModel:
         for special in (False, True):
             if self._tokenizer.encode(text, add_special_tokens=special) == request.prompt:
                 return text
-        raise InvalidParameter("prompt", "the model takes text, and no text has these tokens")
+        raise InvalidParameter("prompt", "the model takes text, and these tokens cannot be decoded to text")
 
     async def _count_prompt(self, request: GenerationRequest, prompt: str) -> int:
         """Return the number of prompt tokens; 0 if unknown or not needed. Raises `InvalidParameter`."""
@@ -175,7 +175,7 @@ class TensorLanguageModel:
         Without a seed, a model might use the same default seed for all of them.
         """
         if sampling.uses_beams and sampling.n > 1:
-            raise InvalidParameter("n", "the model gives the best of its beams only")
+            raise InvalidParameter("n", "the model returns only its best beam")
         changes: dict[str, int | None] = {"n": 1}
         if sampling.max_tokens is None and self._accepts_max_tokens:
             changes["max_tokens"] = max(self._max_output(num_prompt_tokens), sampling.min_tokens)

@@ -41,7 +41,7 @@ def unsupported_reason(signature: Signature) -> str:
 
 
 def accepts_json(signature: Signature) -> bool:
-    """Whether a model takes sampling parameters as one JSON text, as in vLLM's convention."""
+    """Whether a model accepts sampling parameters as one JSON text, as in vLLM's convention."""
     return InputTensors(signature).declared((SAMPLING_PARAMETERS,), str) is not None
 
 
@@ -135,7 +135,7 @@ def _request_logprobs(inputs: InputTensors, signature: Signature, top: int) -> N
         )
     if top != 0:
         raise InvalidParameter(
-            "logprobs", f"the model returns those of generated tokens only: expected 0, got {top}"
+            "logprobs", f"the model returns log probabilities of generated tokens only: expected 0, got {top}"
         )
     inputs.put(spec, [True], "logprobs")
 
@@ -159,7 +159,7 @@ def _set_images(inputs: InputTensors, images: tuple[object, ...]) -> None:
     texts = [image for image in images if isinstance(image, str)]
     if len(texts) < len(images):
         raise InvalidParameter("messages", "the model takes images as URLs or base64 only")
-    if spec.name == "image":  # vLLM's backend takes plain base64
+    if spec.name == "image":  # vLLM's backend expects plain base64
         texts = [text.partition("base64,")[2] if text.startswith("data:") else text for text in texts]
     inputs.put(spec, texts, "messages")
 

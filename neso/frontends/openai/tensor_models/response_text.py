@@ -92,7 +92,7 @@ class OutputText:
 class TextLogprobs:
     """Assigns log probabilities that come without token ids to the tokens of each piece of text.
 
-    If the tokenizer splits a piece into as many tokens as there are log probabilities, they belong to these tokens;
+    If the tokenizer splits a piece into the same number of tokens as log probabilities, they belong to these tokens;
     otherwise the piece counts as one token with their sum. Log probabilities without text are held back until text
     arrives; end-of-sequence tokens have no text.
     """

@@ -33,7 +33,7 @@ class ToolCallTagsParser(CallParser):
 
     @abstractmethod
     def call_form(self, function: Function) -> Form:
-        """The structural-tag format of a call of `function`, including the tags."""
+        """Return the structural-tag format of a call of `function`, including the tags."""
 
     def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
         return repeated([self.call_form(f) for f in functions], separator="\n", many=many_calls)

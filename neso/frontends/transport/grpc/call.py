@@ -73,15 +73,15 @@ class Call:
     # Names as in grpc.aio.ServicerContext.
 
     def invocation_metadata(self) -> Metadata:
-        """Metadata sent by the client."""
+        """Return the metadata sent by the client."""
         return self.headers.metadata
 
     def peer(self) -> str:
-        """The client's address."""
+        """Return the client's address."""
         return self._stream.connection.peer
 
     def time_remaining(self) -> float | None:
-        """Seconds until the deadline, None without a deadline."""
+        """Return the seconds until the deadline, None without a deadline."""
         if self._deadline_timer is None:
             return None
         return max(self._deadline_timer.when() - asyncio.get_running_loop().time(), 0.0)
@@ -113,15 +113,15 @@ class Call:
     # Hooks for subclasses.
 
     def _on_message(self, message: bytes) -> None:
-        """A message was received. Raises `MessageError`."""
+        """Handle a received message. Raises `MessageError`."""
         raise NotImplementedError
 
     def _on_half_close(self) -> None:
-        """The client has half-closed the stream: no more messages follow."""
+        """Handle the half-close by the client: no more messages follow."""
         raise NotImplementedError
 
     def _on_cancelled(self) -> None:
-        """The client, the deadline or an error ended the call before the handler responded."""
+        """Handle the end of the call by the client, the deadline or an error, before the handler responded."""
         raise NotImplementedError
 
     def _release_window(self, size: int) -> None:
@@ -185,7 +185,7 @@ class CallbackHandler(grpc.RpcMethodHandler):  # type: ignore[misc]
 
 
 class CallbackCall(Call):
-    """A unary call that ends with the first `reply` or `fail`; later calls of them do nothing.
+    """A unary call that ends with the first `reply` or `fail`; later calls have no effect.
 
     `on_cancel` is called if the client cancels or disconnects, or the deadline passes, before the call has ended.
     """

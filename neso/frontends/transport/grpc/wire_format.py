@@ -162,7 +162,7 @@ class CallHeaders:
 
     @classmethod
     def parse(cls, headers: Headers) -> CallHeaders:
-        """Raises `ValueError` for malformed gRPC headers."""
+        """Parse headers. Raises `ValueError` for malformed gRPC headers."""
         reserved: dict[str, str] = {}
         metadata: list[tuple[str, str | bytes]] = []
         for raw_name, raw_value in headers:

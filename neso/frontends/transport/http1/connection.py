@@ -245,7 +245,7 @@ class HttpConnection(asyncio.Protocol):
     # Internal.
 
     def _process_requests(self) -> None:
-        """Handle parsed requests until a handler has not responded yet; at the end send the parser's rejection."""
+        """Handle parsed requests until a response is pending. After the last request, send the parser's rejection."""
         if self._in_process_requests:
             return  # called by a handler that responded synchronously; the loop below continues
         self._in_process_requests = True
@@ -322,7 +322,7 @@ class HttpConnection(asyncio.Protocol):
             self._context.tasks.discard(asyncio.current_task())
 
     def _done(self, request: Request) -> None:
-        """The response is complete. The task may continue, for example background work of an ASGI application."""
+        """Complete the response. The task may continue, for example background work of an ASGI application."""
         self._request = self._task = self._pending = None
         if self._streaming is not None:
             self._streaming = None

@@ -75,7 +75,7 @@ class Request:
         return None if value is None else value.decode("latin-1")
 
     def header_items(self) -> Iterator[tuple[str, str]]:
-        """Name and value of every header."""
+        """Return name and value of every header."""
         for name, value in self.headers.items():
             yield name.decode("latin-1"), value.decode("latin-1")
 
@@ -132,7 +132,7 @@ class StreamingResponse:
         self.content_length = content_length
 
     def write(self, data: bytes) -> None:
-        """Send a part of the body. Does nothing after the client disconnected."""
+        """Send a part of the body. Has no effect after the client disconnected."""
         self._start()
         self._request.connection.write_chunk(self._request, data)
 
@@ -154,7 +154,7 @@ class StreamingResponse:
 class PendingResponse:
     """Returned by a handler that responds later from a callback, without a task.
 
-    `on_disconnect`, if set, is called if the client disconnects before `send`. A later `send` does nothing.
+    `on_disconnect`, if set, is called if the client disconnects before `send`. A later `send` has no effect.
     """
 
     __slots__ = ("_request", "on_disconnect")
@@ -217,7 +217,7 @@ def header_lines(headers: Headers) -> bytes:
     text = ""
     for name, value in headers:
         if "\n" in value or "\r" in value or "\n" in name or "\r" in name:
-            raise ValueError(f"header {name!r} holds a line break")
+            raise ValueError(f"header {name!r} contains a line break")
         text += f"{name}: {value}\r\n"
     return text.encode("latin-1")
 

@@ -30,7 +30,7 @@ _HTTP1_RESPONSE = (
 )
 _MAX_BYTES_PER_TURN = 64 << 10  # bytes that one stream sends before the next stream
 _MAX_UNSENT = 16 << 20  # bytes of control frames that are buffered for a client that does not read
-_LINGER = 1.0  # seconds; closing a socket with unread data discards what was sent
+_LINGER = 1.0  # seconds; closing a socket with unread data discards sent data
 
 
 class ServerContext:
@@ -199,7 +199,7 @@ class Http2Connection(asyncio.Protocol):
             stream.events.on_end()
 
     def increase_send_window(self, increment: int) -> None:
-        """The client sent a WINDOW_UPDATE for the connection."""
+        """Handle a WINDOW_UPDATE for the connection."""
         self.send_window += increment
         self._send_ready_streams()
 

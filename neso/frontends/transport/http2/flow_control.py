@@ -39,7 +39,7 @@ class ReceiveWindow:
 class FrameWriter:
     """Writes frames to the transport. Frames written between `cork` and `uncork` are sent together.
 
-    `on_stalled` is called if the client reads nothing for `timeout` seconds while the write buffer is full.
+    `on_stalled` is called if the client reads no data for `timeout` seconds while the write buffer is full.
     """
 
     def __init__(self, transport: asyncio.Transport, timeout: float, on_stalled: Callable[[], None]) -> None:
@@ -94,14 +94,14 @@ class FrameWriter:
         self._closed = True
 
     def pause(self) -> None:
-        """The transport's write buffer is full."""
+        """Handle a full write buffer of the transport."""
         self.writable = False
         self._writable.clear()
         if self._stall_timer is None:
             self._start_stall_timer()
 
     def resume(self) -> None:
-        """The transport's write buffer has room again."""
+        """Resume writing: the transport's write buffer has room again."""
         self.writable = True
         self.wake_waiters()
 

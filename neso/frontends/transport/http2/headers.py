@@ -208,7 +208,7 @@ def _read_integer(block: bytes, pos: int, mask: int) -> tuple[int, int]:
 
 
 def _length(data: bytes) -> bytes:
-    """Length of a string literal without Huffman coding: an integer with a 7-bit prefix (RFC 7541, section 5.1)."""
+    """Decode the length of a string literal without Huffman coding: an integer with a 7-bit prefix."""
     value = len(data)
     if value < 127:
         return bytes((value,))

@@ -59,17 +59,17 @@ class Keepalive:
         self._timer = self._loop.call_later(self._options.keepalive_time, self._check)
 
     def on_received(self) -> None:
-        """Bytes were received from the client."""
+        """Handle bytes received from the client."""
         self._last_received_at = self._loop.time()
         self._awaiting_ack = False
 
     def on_sent(self) -> None:
-        """HEADERS, DATA or WINDOW_UPDATE were sent, which resets the client's ping strikes."""
+        """Reset the client's ping strikes after HEADERS, DATA or WINDOW_UPDATE were sent."""
         self._strikes = 0
         self._last_ping_at = None
 
     def on_ping(self) -> None:
-        """The client sent a PING. Raises `Http2ConnectionError` if the client sends too many."""
+        """Handle a PING. Raises `Http2ConnectionError` if the client sends too many."""
         options = self._options
         interval = options.min_ping_interval
         if not self._connection.streams and not options.pings_without_streams:
@@ -125,7 +125,7 @@ class GracefulGoAway:
         self._timer = asyncio.get_running_loop().call_later(_GOAWAY_PING_TIMEOUT, self._finish)
 
     def on_ping_ack(self, payload: bytes) -> None:
-        """The client acknowledged a PING."""
+        """Handle a PING acknowledgment."""
         if payload == _GOAWAY_PING_PAYLOAD and self._timer is not None:
             self._finish()
 

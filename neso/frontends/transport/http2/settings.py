@@ -15,7 +15,7 @@ from neso.frontends.transport.http2.frames import (
 
 _DEFAULT_TABLE_SIZE = 4096
 _SET_TABLE_SIZE_0 = b"\x20"  # HPACK dynamic table size update; the encoder does not use the table
-_MAX_FRAME = 1 << 20  # a larger frame gains nothing and delays the other streams
+_MAX_FRAME = 1 << 20  # a larger frame is not faster and delays the other streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Http2Options:
     """Sizes are in bytes, times in seconds.
 
     `max_streams`: concurrent streams of a connection. `max_queued`: new requests are refused while more response data
-    than this is queued. `write_timeout`: a client that reads nothing for this long while the `write_buffer`
-    is full is disconnected. `handshake_timeout`: time for a new connection to send its preface and SETTINGS.
+    than this is queued. `write_timeout`: a client that reads no data for this long while the `write_buffer` is full is
+    disconnected. `handshake_timeout`: time for a new connection to send its preface and SETTINGS.
 
-    `keepalive_time`: a client silent for this long gets a PING and has `keepalive_timeout` to respond. A client that
-    sends PINGs more often than every `min_ping_interval` without receiving data, more than `max_ping_strikes` times, is
-    disconnected. Without open streams the interval is two hours and the server sends no PINGs, unless
+    `keepalive_time`: a client silent for this long receives a PING and has `keepalive_timeout` to respond. A client
+    that sends PINGs more often than every `min_ping_interval` without receiving data, more than `max_ping_strikes`
+    times, is disconnected. Without open streams the interval is two hours and the server sends no PINGs, unless
     `pings_without_streams`. `max_age`: connections are closed gracefully at this age, with 10% jitter to spread
     reconnects, and forcibly after another `max_age_grace`; None: no limit.
     """

@@ -156,7 +156,7 @@ class Http2Stream:
             self.consumed(frame_size - data_size)
 
     def close_remote(self) -> None:
-        """The client ended the stream. Raises `Http2StreamError` if the body is too short."""
+        """Handle the end of the request body. Raises `Http2StreamError` if the body is too short."""
         self.remote_closed = True
         if self._remaining_length:
             raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "body shorter than content-length")

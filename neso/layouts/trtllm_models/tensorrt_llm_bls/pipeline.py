@@ -71,7 +71,7 @@ class Pipeline:
 
     @asynccontextmanager
     async def generate(self, prepared, request_id, model=None):
-        """Return an async iterator over the outputs of tensorrt_llm. Leaving the context cancels the generation."""
+        """Context of an async iterator over the outputs of tensorrt_llm. Leaving it cancels the generation."""
         request = self.make_request(model or self.generation, prepared, request_id)
         responses = await request.async_exec(decoupled=True)
         try:

@@ -84,14 +84,14 @@ def test_fast_path_equals_python(
 
 @settings(max_examples=1000, deadline=None)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20), st.booleans())
-def test_numbers_are_formatted_alike(values: list[float], single: bool) -> None:
+def test_fast_path_formats_numbers_like_python(values: list[float], single: bool) -> None:
     with np.errstate(over="ignore"):
         array = np.array(values, np.float32 if single else np.float64)
     response = InferenceResponse("m", "1", outputs=[Tensor.from_numpy("A", array[np.isfinite(array)])])
     assert plain_body(response) == whole(http_codec._write_in_python(response, OutputFormat()))
 
 
-def test_numbers_of_all_magnitudes_are_formatted_alike() -> None:
+def test_fast_path_formats_all_magnitudes_like_python() -> None:
     powers = [
         float(f"{digits}e{exponent}") for exponent in range(-323, 308) for digits in ("1", "12.5", "-9")
     ]

@@ -99,7 +99,7 @@ async def test_requests_per_minute(core: Core) -> None:
     assert third.json()["error"]["code"] == "rate_limit_exceeded"
     assert third.json()["error"]["type"] == "requests"
     assert 1 <= int(third.headers["retry-after"]) <= 60
-    assert (await ask(client, "b")).status == 200  # another key has its own
+    assert (await ask(client, "b")).status == 200  # another key has a separate limit
     assert (await client.get("/v1/models")).status == 401
     assert "x-ratelimit-limit-requests" not in (await client.get("/health")).headers
 
@@ -161,7 +161,7 @@ async def test_cors(core: Core) -> None:
     assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
     assert "authorization" in preflight.headers["access-control-allow-headers"]
     answer = await ask(client, origin="https://chat.example")
-    assert answer.status == 401  # the page can read why
+    assert answer.status == 401  # the web page can read the error
     assert answer.headers["access-control-allow-origin"] == "https://chat.example"
     assert "x-request-id" in answer.headers["access-control-expose-headers"]
     other = await ask(client, "right", origin="https://evil.example")

@@ -71,7 +71,7 @@ def test_secrets_are_not_stored(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("# nobody\n", "holds none"),
+        ("# nobody\n", "contains no keys"),
         ("a:\n", ":1: expected"),
         ("\n:b\n", ":2: expected"),
         ("a:b rpm=often\n", ":1: expected rpm=N"),

@@ -11,7 +11,7 @@ from neso.frontends.openai.tensor_models.response_text import OutputText
 
 
 def read(answer: OutputText, *parts: str | bytes) -> list[str]:
-    """The text that each part adds, and the rest at the end."""
+    """Return the text that each part adds, and the remaining text at the end."""
     texts = [answer.add(part if isinstance(part, bytes) else part.encode()) for part in parts]
     return [*texts, answer.finish()]
 

@@ -64,7 +64,7 @@ class RawClient:
         await self.reader.readexactly(2)
 
     async def closed(self) -> bool:
-        """Whether the server closes the connection without sending more."""
+        """Return whether the server closes the connection without sending more."""
         return await asyncio.wait_for(self.reader.read(), 60) == b""
 
     def close(self) -> None:
