@@ -11,7 +11,7 @@ Quantization = Literal["int8", "int4", "int8_dynamic", "fp8"]
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """Precision of weights, use of the machine, limits of attention.
+    """Precision of weights, CPU threads, and attention limits.
 
     - dtype: of weights and activations; "auto": the checkpoint's
     - quantization: of matrices that are dense in the checkpoint; None: not quantized
