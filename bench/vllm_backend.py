@@ -169,6 +169,11 @@ def median(results: list[Measured]) -> Measured:
     return Measured(**{name: statistics.median(getattr(r, name) for r in results) for name in fields})
 
 
+def _ratio(numerator: float, denominator: float) -> float:
+    """Return the quotient, NaN if the denominator is 0: a short run uses less CPU time than the clock resolves."""
+    return numerator / denominator if denominator else float("nan")
+
+
 def report(ours: dict[str, Measured], theirs: dict[str, Measured]) -> None:
     print("Neso / vLLM (tok/s: more is better; times as vLLM / Neso: more is better)")
     for name in CASES:
@@ -179,7 +184,7 @@ def report(ours: dict[str, Measured], theirs: dict[str, Measured]) -> None:
                 f"{case:14} tok/s {our.output_tokens_per_second / their.output_tokens_per_second:5.2f}  "
                 f"TTFT {their.ttft_p50 / our.ttft_p50:5.2f}  ITL p50 {their.itl_p50 / our.itl_p50:5.2f}  "
                 f"p99 {their.itl_p99 / our.itl_p99:5.2f}  jitter (ITL p99 / p50) {our.itl_p99 / our.itl_p50:.2f}, "
-                f"vLLM's {their.itl_p99 / their.itl_p50:.2f}  front CPU {their.cpu / our.cpu:.2f}"
+                f"vLLM's {their.itl_p99 / their.itl_p50:.2f}  front CPU {_ratio(their.cpu, our.cpu):.2f}"
             )
 
 

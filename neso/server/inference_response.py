@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from neso.generation import InvalidParameter
 from neso.server.errors import Cancelled, InternalError, ServerError, as_server_error
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.statistics import FailureReason, Timeline
@@ -168,6 +167,9 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
 
     def fail_with(self, error: Exception) -> None:
         """Close the stream with an exception of the backend; `InvalidParameter` counts as a rejection."""
+        # Imported here: processes of Python models import this module in environments without msgspec.
+        from neso.generation import InvalidParameter
+
         if isinstance(error, InvalidParameter):
             self.failure = self.failure or FailureReason.REJECTED
         self.fail(as_server_error(error))

@@ -131,7 +131,7 @@ FREE: dict[str, dict[str, Any]] = {
     "drawn-logprobs": {"temperature": 0.6, "seed": 5, "logprobs": 1},
     "logits": {"return_context_logits": True, "return_generation_logits": True},
     "drawn-logits": {"temperature": 0.8, "seed": 12, "return_generation_logits": True, "top_k": 12},
-    "several": {"n": 3, "temperature": 0.8, "seed": 7, "logprobs": 0},
+    "several": {"n": 3, "temperature": 0.8, "seed": 8, "logprobs": 0},
     "best-of": {"n": 2, "best_of": 3, "temperature": 0.8, "seed": 9},
     "best-of-penalties": {"best_of": 3, "temperature": 0.8, "seed": 10, "presence_penalty": 0.8},
     "stop": {"stop": ("e", "1", " "), "temperature": 0.8, "seed": 11},

@@ -156,7 +156,7 @@ def test_runners_without_embeddings_reject_them(llama_checkpoint):
     llm = LLM(llama_checkpoint, runner="transformers", num_blocks=16)
     with pytest.raises(InvalidParameter, match="token ids only"):
         llm.generate(random_rows(3), GREEDY, progress=False)
-    with pytest.raises(InvalidParameter, match="without probabilities"):
+    with pytest.raises(InvalidParameter, match="not available for a prompt with embeddings"):
         LLM(llama_checkpoint, runner="reference", num_blocks=16).generate(
             random_rows(3), SamplingParams(prompt_logprobs=1), progress=False
         )

@@ -69,5 +69,5 @@ def test_a_write_error_ends_only_the_recording(tmp_path, checkpoint_factory, cap
     (folder / "step-000000002.npz").mkdir()
     (result,) = llm.generate([[7, 8]], GREEDY, progress=False)
     assert len(result.outputs[0].token_ids) == 6
-    assert caplog.text.count("steps are not recorded any more") == 1
+    assert caplog.text.count("recording of steps stopped") == 1
     assert not (folder / "step-000000003.npz").exists()

@@ -28,7 +28,7 @@ class ModelFiles:
         path = version_directory / "model.json"
         if not path.is_file() and not (version_directory / "config.json").is_file():
             raise InvalidArgument(
-                f"there is no {path.name} in the version folder '{version_directory.name}', expected a JSON object "
+                f"there is no {path.name} in the version's folder '{version_directory.name}', expected a JSON object "
                 'of engine arguments, such as {"model": "facebook/opt-125m"}'
             )
         arguments = read_object(path)

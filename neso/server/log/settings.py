@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-import orjson
-
 from neso.server.errors import InvalidArgument, Unavailable, Unsupported
 from neso.server.options import LogFormat, LogOptions
 
@@ -75,6 +73,13 @@ class Iso8601Formatter(TritonFormatter):
 class JsonFormatter(logging.Formatter):
     """One JSON object per line, without unknown fields."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # Imported here: processes of Python models import this module in environments without orjson.
+        from orjson import dumps
+
+        self._dumps = dumps
+
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
@@ -89,7 +94,7 @@ class JsonFormatter(logging.Formatter):
         line |= {name: value for name in FIELDS if (value := getattr(record, name, "")) not in ("", None)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(line, default=str).decode()
+        return self._dumps(line, default=str).decode()
 
 
 def make_formatter(format: LogFormat) -> logging.Formatter:

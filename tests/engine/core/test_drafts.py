@@ -326,7 +326,7 @@ def test_trees_use_no_reserved_blocks(window, num_blocks):
 
 
 def test_invalid_trees_are_rejected():
-    with pytest.raises(ValueError, match="stands before its parent"):
+    with pytest.raises(ValueError, match="comes before its parent"):
         DraftTree((-1, 2, 0))
     with pytest.raises(ValueError, match="at most 63"):
         DraftTree((-1,) * (MAX_TREE_NODES + 1))

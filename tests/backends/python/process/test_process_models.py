@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -212,3 +214,13 @@ class TritonPythonModel:
     slow = core.model("slow")
     await until(lambda: slow.in_flight_count == 0)
     assert slow.in_flight_count == 0 and slow.statistics.failures["CANCELED"] == 1
+
+
+def test_model_process_needs_only_numpy():
+    """Environments of models have numpy, but not the other packages of the server."""
+    blocked = ["msgspec", "orjson", "grpc", "tritonclient", "prometheus_client", "zmq", "pydantic", "uvloop"]
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked}))\nimport neso.backends.python.process.child"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
