@@ -84,7 +84,7 @@ def test_a_checkpoint_without_an_lm_head(tmp_path, llama_checkpoint, hidden_stat
 
 def test_unsupported_pooling_is_rejected(llama_checkpoint):
     llm = LLM(llama_checkpoint, runner="transformers", num_blocks=16)
-    with pytest.raises(InvalidParameter, match="no vectors"):
+    with pytest.raises(InvalidParameter, match="does not support embeddings"):
         llm.embed("x")
     llm = LLM(llama_checkpoint, runner="reference", max_model_len=20)
     with pytest.raises(InvalidParameter, match="at most 19"):
