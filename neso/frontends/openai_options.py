@@ -188,6 +188,7 @@ class OpenAIOptions:
     tls: Annotated[TlsFiles | None, FlagGroup(_openai_tls)] = None
     reuse_port: Annotated[bool, SameAs("reuse-http-port")] = False
     max_body_size: Annotated[int, SameAs("http-max-input-size")] = 64 * 1024 * 1024
+    write_timeout: Annotated[float, SameAs("http-write-timeout-secs")] = 60.0
     tool_call_parser: Annotated[
         str,
         Flag(
@@ -278,6 +279,7 @@ class OpenAIOptions:
             self.host,
             self.port,
             max_body=self.max_body_size,
+            write_timeout=self.write_timeout,
             reuse_port=self.reuse_port,
             tls=None if self.tls is None else self.tls.context("http/1.1"),
             rejection_body=http_error_body,

@@ -148,8 +148,7 @@ class EnsembleRun:
 
         def receive(response: InferenceResponse) -> None:
             with self._processing():
-                if response.error is not None:
-                    raise response.error
+                response.raise_error()
                 if response.outputs and not self._stream.closed:
                     outputs = {tensor.name: tensor for tensor in response.outputs}
                     self._settle(step, Scope(scope) if model.decoupled else scope, outputs)
@@ -180,6 +179,8 @@ class EnsembleRun:
             sequence_start=source.sequence_start,
             sequence_end=source.sequence_end,
             trace=self._stream.trace,
+            client="",
+            backlog=self._stream.backlog,
         )
 
     def _settle(self, step: Step, scope: Scope, outputs: dict[str, Tensor]) -> None:

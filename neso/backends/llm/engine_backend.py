@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from abc import abstractmethod
@@ -41,7 +42,15 @@ from neso.generation import (
     SamplingDefaults,
 )
 from neso.server.backend import Backend, ModelContext
-from neso.server.errors import Cancelled, InternalError, InvalidArgument, NotFound, ServerError, Unavailable
+from neso.server.errors import (
+    Cancelled,
+    InternalError,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    ServerError,
+    Unavailable,
+)
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 
@@ -92,6 +101,33 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
 logger = logging.getLogger(__name__)
 
 
+_MAX_JOINED = 64
+"""Number of outputs that are joined into one response for a slow client."""
+
+
+class OutputJoiner:
+    """Joins outputs of a request while its client reads slowly. The engine cannot wait for a client."""
+
+    def __init__(self, stream: ResponseStream) -> None:
+        self._stream = stream
+        self._waiting: list[GenerationOutput] = []
+
+    def add(self, output: GenerationOutput) -> GenerationOutput | None:
+        """Return the output to send now, joined with the waiting ones; None to wait for the next one."""
+        waiting = self._waiting
+        if not waiting and not self._stream.congested:
+            return output
+        waiting.append(output)
+        if not output.finished and len(waiting) < _MAX_JOINED and self._stream.congested:
+            return None
+        return self.flush()
+
+    def flush(self) -> GenerationOutput | None:
+        """Return the waiting outputs, joined; None if there are none."""
+        waiting, self._waiting = self._waiting, []
+        return GenerationOutput.joined(waiting) if waiting else None
+
+
 class _EngineRequest:
     """A request in the engine. Its outputs are passed to `deliver`. It ends together with its stream."""
 
@@ -107,6 +143,7 @@ class _EngineRequest:
         self._stream = stream
         self._deliver = deliver
         self._timer = timer
+        self._joiner = OutputJoiner(stream)
         self._end_reason: FinishReason | None = FinishReason.ABORT
         self._state: RequestState | PooledState | None = None
         stream.on_close = self._on_close
@@ -137,9 +174,14 @@ class _EngineRequest:
             self._fail(output)
             return
         try:
-            if self._timer is not None and isinstance(output, GenerationOutput):
+            if not isinstance(output, GenerationOutput):
+                self._deliver(output)
+                return
+            if self._timer is not None:
                 self._timer.observe(output)
-            self._deliver(output)
+            joined = self._joiner.add(output)
+            if joined is not None:
+                self._deliver(joined)
         except Exception as error:
             self._fail(error)
 
@@ -274,6 +316,10 @@ class EngineBackend(Backend):
     def _submit(
         self, stream: ResponseStream, request: GenerationRequest | PoolingRequest, submission: _EngineRequest
     ) -> None:
+        if isinstance(request, GenerationRequest):
+            stream.count_sequences(request.sampling.num_sequences)
+        if stream.ticket is not None and stream.ticket.queue_delay:
+            request = dataclasses.replace(request, queue_delay=stream.ticket.queue_delay)
         if is_slow(request):
             self.request_tasks.start(stream, submission.submit_in_thread(request))
         else:
@@ -378,5 +424,7 @@ class EngineBackend(Backend):
             stream.fail(failure)
 
     def _server_error(self, error: EngineError) -> ServerError:
-        kind = Unavailable if isinstance(error, (EngineDead, EngineBusy)) else InternalError
+        kind: type[ServerError] = InternalError
+        if isinstance(error, (EngineDead, EngineBusy)):
+            kind = Overloaded if isinstance(error, EngineBusy) else Unavailable
         return kind(f"model '{self.context.name}': {error}")

@@ -196,4 +196,5 @@ class InstanceThread:
 
 
 def _respond(calls: LoopCalls, stream: ResponseStream, response: InferenceResponse) -> None:
+    stream.admit(response)
     calls.post(stream.send, response)

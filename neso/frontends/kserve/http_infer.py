@@ -27,7 +27,7 @@ from neso.frontends.transport.http1 import (
     Response,
     error_response,
 )
-from neso.server.errors import ServerError
+from neso.server.errors import Overloaded, ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
 from neso.server.model import Model
@@ -49,6 +49,8 @@ AsyncEndpoint = Callable[[Request], Awaitable[HandlerResult]]
 
 def error_to_response(error: ServerError, headers: Headers = ()) -> Response:
     """Create the HTTP response for a server error."""
+    if isinstance(error, Overloaded):
+        headers = (*headers, ("retry-after", str(error.retry_after)))
     return error_response(STATUSES[error.code][0], error.message, headers)
 
 
@@ -107,7 +109,9 @@ class InferEndpoint:
         service = self._service
         version = request.params.get("version", "")
         model = service.find_unary_model(request.params["model"], version, "HTTP end point")
-        return model, *read_infer_request(request, model, version, service.shared_memory)
+        inference, output_format = read_infer_request(request, model, version, service.shared_memory)
+        inference.client, inference.input_bytes = request.connection.address, len(request.body)
+        return model, inference, output_format
 
 
 class _Responder:

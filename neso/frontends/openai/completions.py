@@ -154,6 +154,8 @@ class CompletionsApi:
         model = await self._resolver.find(request.model)
         tokenizer = model.tokenizer
         sampling = _sampling(request, model.language_model.default_sampling, self._options)
+        given = _prompts(request)
+        model.model.admission.check_request(len(given) * sampling.num_sequences)
         prompts = [
             await truncate_prompt(
                 prompt,
@@ -162,7 +164,7 @@ class CompletionsApi:
                 model.language_model.max_model_len,
                 add_special_tokens=request.add_special_tokens is not False,
             )
-            for prompt in _prompts(request)
+            for prompt in given
         ]
         records = [
             PromptRecord(request, _prompt_text(prompt, tokenizer) if request.echo else "")

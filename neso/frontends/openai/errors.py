@@ -11,7 +11,7 @@ import orjson
 
 from neso.engine.errors import EngineDead
 from neso.generation import InvalidParameter, PromptTooLong
-from neso.server.errors import ErrorCode, ServerError
+from neso.server.errors import ErrorCode, Overloaded, ServerError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -33,10 +33,17 @@ _TYPE = {400: "invalid_request_error", 404: "not_found_error", 503: "service_una
 
 
 class ApiError(Exception):
-    """An error response: HTTP status, and the fields of OpenAI's error object."""
+    """An error response: HTTP status, and the fields of OpenAI's error object. `retry_after`: seconds, 0 for none."""
 
     def __init__(
-        self, status: int, message: str, *, type: str = "", param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int = 0,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -44,6 +51,7 @@ class ApiError(Exception):
         self.type = type or _TYPE.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.param = param
         self.code = code
+        self.retry_after = retry_after
 
     def body(self) -> bytes:
         """Return the JSON body of an error response, which is also the data of an error event in a stream."""
@@ -80,6 +88,10 @@ def to_api_error(error: Exception) -> ApiError:
         return invalid_parameter(error, {})
     if isinstance(error, EngineDead):
         return ApiError(503, str(error) or "The model's engine has ended.")
+    if isinstance(error, Overloaded):
+        return ApiError(
+            429, error.message, type="requests", code="rate_limit_exceeded", retry_after=error.retry_after
+        )
     log_fields = {"request_id": REQUEST_ID.get()}
     if isinstance(error, ServerError):
         status = _STATUS.get(error.code, 500)

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from neso.frontends.openai.access.api_keys import request_key
 from neso.frontends.openai.errors import ApiError, to_api_error, validation_error
+from neso.server.admission import CLIENT
 
 if TYPE_CHECKING:
     from neso.server.core import Core
@@ -93,6 +94,12 @@ class RequestContext:
         return QueryParams(self.scope["query_string"])
 
     @property
+    def client(self) -> str:
+        """Name of the client in the limits of requests in flight: its key, or its address without keys."""
+        key = request_key(self.scope)
+        return f"key {key.owner}" if key is not None else (self.scope.get("client") or ("",))[0]
+
+    @property
     def owner(self) -> str:
         """`ApiKey.owner` of the request's key; "" without keys."""
         key = request_key(self.scope)
@@ -160,12 +167,14 @@ class Endpoint:
             if self._core.tracing.enabled and operation.cancellable:
                 context.trace = self._start_trace(body, scope, started)
         response = self._respond(arguments, context, scope, receive, send)
+        client = CLIENT.set(context.client)
         try:
             if operation.cancellable and _CANCELS_ON_DISCONNECT not in scope.get("extensions", ()):
                 await while_connected(receive, response)
             else:
                 await response
         finally:
+            CLIENT.reset(client)
             if context.trace is not None:
                 context.trace.sent("HTTP")
 
@@ -197,7 +206,8 @@ class Endpoint:
 
 def error_response(error: ApiError) -> Response:
     """Create the response for an error."""
-    return Response(error.body(), error.status, media_type="application/json")
+    headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
+    return Response(error.body(), error.status, headers, media_type="application/json")
 
 
 def json_response(body: Mapping[str, Any]) -> Response:

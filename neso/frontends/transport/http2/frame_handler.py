@@ -87,8 +87,7 @@ class FrameHandler:
         if stream is None:
             self._connection.writer.write(frames.reset_frame(number, error.code))
         else:
-            stream.reset(error.code)
-            stream.events.on_reset()
+            stream.abort(error.code)
 
     def _on_data(self, flags: int, number: int, payload: bytes) -> None:
         size = len(payload)
@@ -166,8 +165,7 @@ class FrameHandler:
         self._resets.consume()
         stream = self._connection.streams.get(number)
         if stream is not None:
-            stream.close()
-            stream.events.on_reset()
+            stream.abort()
 
     def _on_settings(self, flags: int, number: int, payload: bytes) -> None:
         self._check_connection_frame(number, "SETTINGS")
