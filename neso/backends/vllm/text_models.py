@@ -175,12 +175,12 @@ class VllmPoolingModel:
         most = self.max_model_len
         cut = request.truncate_prompt_tokens
         if isinstance(prompt, str):
-            prompt, at_least = await asyncio.to_thread(cut_text, self.text, prompt, most)
+            text, at_least = await asyncio.to_thread(cut_text, self.text, prompt, most)
             if at_least and cut is None:
                 raise InvalidParameter(
                     "prompt", f"is at least {at_least} tokens long; this model's context is {most} tokens"
                 )
-            prompt = await encode_text(self.text, prompt, add_special_tokens=request.add_special_tokens)
+            prompt = await encode_text(self.text, text, add_special_tokens=request.add_special_tokens)
         if not prompt:
             raise InvalidParameter("prompt", "is empty")
         if cut is not None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from neso.engine.config import EngineConfig
 from neso.engine.core.request import PLACEHOLDER, PromptImage
 from neso.engine.errors import EngineError
 from neso.engine.specs.config_reader import UnsupportedModel
@@ -59,14 +58,14 @@ class ImagePrompt:
         return expanded, images
 
 
-def open_image_prompt(config: EngineConfig, vision: VisionInfo | None) -> ImagePrompt | None:
+def open_image_prompt(
+    directory: Path | str, vision: VisionInfo | None, max_pixels: int
+) -> ImagePrompt | None:
     """Open the image processor of a model; None for text-only models. Raises `EngineError`."""
     if vision is None:
         return None
     try:
-        processor = ImageProcessor.from_directory(
-            Path(config.model), vision.image_size, config.max_image_pixels
-        )
+        processor = ImageProcessor.from_directory(Path(directory), vision.image_size, max_pixels)
         return ImagePrompt(processor, vision)
     except UnsupportedModel as error:
         raise EngineError(str(error)) from None

@@ -158,7 +158,7 @@ def _check_opcodes(metadata: bytes) -> None:
     for opcode, argument, _ in pickletools.genops(metadata):
         if opcode.name not in _OPCODES:
             raise pickle.UnpicklingError(f"opcode {opcode.name} is not of a dense float tensor")
-        if opcode.name == "LONG_BINPUT" and argument > _MAX_PICKLE:
+        if opcode.name == "LONG_BINPUT" and (argument or 0) > _MAX_PICKLE:
             raise pickle.UnpicklingError(f"memo index {argument} is too large")
 
 
