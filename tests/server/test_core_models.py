@@ -75,7 +75,7 @@ async def test_unknown_models_and_versions(repository, start_core):
         ("input { name: 'A' dims: [1] }", "must specify 'data_type'"),
         ("input { data_type: TYPE_INT8 dims: [1] }", "must specify 'name'"),
         (
-            "output { name: 'A' data_type: TYPE_INT8 dims: [1] } output { name: 'A' data_type: TYPE_INT8 dims: [1] }",
+            "output { name: 'A' data_type: TYPE_INT8 dims: [1] } output { name: 'A' data_type: TYPE_INT8 dims: [2] }",
             "model output 'A' is specified more than once",
         ),
         (
