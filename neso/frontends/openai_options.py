@@ -280,7 +280,7 @@ class OpenAIOptions:
 
     def server(self) -> HttpServerOptions:
         """Return the options of the API's own HTTP server. Raises `InvalidArgument` for unusable TLS files."""
-        from neso.frontends.openai.errors import http_error_body
+        from neso.frontends.openai.errors import rejection_response
         from neso.frontends.transport.http1 import HttpServerOptions
 
         return HttpServerOptions(
@@ -289,5 +289,5 @@ class OpenAIOptions:
             max_body=self.max_body_size,
             reuse_port=self.reuse_port,
             tls=None if self.tls is None else self.tls.context("http/1.1"),
-            rejection_body=http_error_body,
+            rejection=rejection_response,
         )

@@ -28,6 +28,7 @@ from neso.generation import (
     TokenLogprobs,
     Usage,
 )
+from neso.generation.pooling import MAX_TASKS_PER_TURN
 
 if TYPE_CHECKING:
     from neso.frontends.openai.model_resolver import ResolvedModel
@@ -298,9 +299,13 @@ async def merge(
             errors.append(error)
         queue.put_nowait(None)
 
-    pumps = [asyncio.create_task(pump(index, generator)) for index, generator in enumerate(generators)]
-    running = len(pumps)
+    pumps: list[asyncio.Task[None]] = []
+    running = len(generators)
     try:
+        for index, generator in enumerate(generators):
+            pumps.append(asyncio.create_task(pump(index, generator)))
+            if index % MAX_TASKS_PER_TURN == MAX_TASKS_PER_TURN - 1:
+                await asyncio.sleep(0)
         while running:
             item = await queue.get()
             if errors:

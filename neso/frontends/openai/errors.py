@@ -16,6 +16,8 @@ from neso.server.errors import ErrorCode, ServerError
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+    from neso.frontends.transport.http1 import Rejection
+
 logger = logging.getLogger(__name__)
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
@@ -89,7 +91,7 @@ def prompt_too_long(param: str, error: PromptTooLong) -> ApiError:
     return invalid(
         param,
         f"This model's maximum context length is {error.max_model_len} tokens, of which at least one must be left for "
-        f"the output; '{param}' is {error.num_tokens} tokens long.",
+        f"the output; '{param}' is {error.length} tokens long.",
         "context_length_exceeded",
     )
 
@@ -112,11 +114,12 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, "The server had an error while processing the request.")
 
 
-def http_error_body(status: int, message: str) -> bytes:
-    """Return the body of an error sent by the HTTP server, such as for a malformed or too large request."""
+def rejection_response(rejection: Rejection) -> tuple[int, bytes]:
+    """Return status and body of an error of the HTTP server, such as for a malformed or too large request."""
+    status, message = rejection.status, rejection.message
     code = {413: "content_too_large"}.get(status)
     hint = ", which --http-max-input-size sets" if status == 413 else ""
-    return ApiError(status, f"{message[:1].upper()}{message[1:]}{hint}.", code=code).body()
+    return status, ApiError(status, f"{message[:1].upper()}{message[1:]}{hint}.", code=code).body()
 
 
 def validation_error(error: ValidationError) -> ApiError:

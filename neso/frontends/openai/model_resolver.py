@@ -20,13 +20,13 @@ from neso.frontends.openai.model_tokenizers import (
     open_tokenizer,
     read_chat_template,
 )
-from neso.frontends.openai.tensor_models.language_model import UNLIMITED_LENGTH, TensorLanguageModel
+from neso.frontends.openai.tensor_models.language_model import TensorLanguageModel
 from neso.frontends.openai.tensor_models.request_tensors import (
     accepts_adapter,
     accepts_adapter_number,
     unsupported_reason,
 )
-from neso.generation import LanguageModel, PoolingModel, SupportsLora, TokenizerLike
+from neso.generation import UNLIMITED_LENGTH, LanguageModel, PoolingModel, SupportsLora, TokenizerLike
 from neso.generation.pooling import pool_all
 from neso.generation.request import TASK_PREFIX
 from neso.server.errors import NotFound, Unavailable

@@ -14,6 +14,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from neso.server.config.scheduling import available_gpus, check_scheduling
 from neso.server.errors import InvalidArgument
+from neso.server.repository.names import stays_inside
 from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US
 
 logger = logging.getLogger(__name__)
@@ -255,6 +256,19 @@ def check_config(config: ModelConfig, name: str) -> None:
                 raise InvalidArgument(f"model {kind} '{tensor.name}' is specified more than once for {name}")
             seen.add(tensor.name)
     check_scheduling(config)
+    _check_filenames(config)
+
+
+def _check_filenames(config: ModelConfig) -> None:
+    names = [("default_model_filename", config.default_model_filename)]
+    names += [
+        (f"cc_model_filenames['{key}']", filename) for key, filename in config.cc_model_filenames.items()
+    ]
+    for field, filename in names:
+        if not stays_inside(filename):
+            raise InvalidArgument(
+                f"{field} '{filename}' must stay inside the version folder of model '{config.name}'"
+            )
 
 
 def differ_in_instances_only(old: ModelConfig, new: ModelConfig) -> bool:

@@ -14,7 +14,7 @@ from neso.frontends.openai.chat.message_format import (
     MessageParser,
     Reasoning,
 )
-from neso.frontends.openai.chat.prompt import ToolUse, chat_prompt
+from neso.frontends.openai.chat.prompt import ToolUse, render_chat
 from neso.frontends.openai.chat.schemas import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -98,7 +98,7 @@ class ChatCompletionsApi:
         reject_unsupported_chat(request)
         model = await self._resolver.find(request.model)
         tool_use = ToolUse.of_chat(request)
-        rendered, images = chat_prompt(request, tool_use, model.tokenizer)
+        rendered, images = await render_chat(request, tool_use, model.tokenizer)
         prompt: Prompt = rendered
         if request.truncate_prompt_tokens is not None:
             prompt = await truncate_prompt(

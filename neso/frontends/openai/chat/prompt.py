@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -64,6 +65,19 @@ def chat_prompt(
         **variables,
     )
     return prompt, images
+
+
+_MANY_MESSAGES = 64
+"""Number of messages from which a chat is rendered in a thread."""
+
+
+async def render_chat(
+    request: ChatCompletionRequest, tool_use: ToolUse, tokenizer: TokenizerLike
+) -> tuple[str, tuple[Any, ...]]:
+    """Like `chat_prompt`, but renders long chats in a thread to keep the event loop responsive."""
+    if len(request.messages) < _MANY_MESSAGES:
+        return chat_prompt(request, tool_use, tokenizer)
+    return await asyncio.to_thread(chat_prompt, request, tool_use, tokenizer)
 
 
 ToolMode = Literal["none", "auto", "required"]
