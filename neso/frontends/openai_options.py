@@ -171,6 +171,7 @@ class OpenAIOptions:
     - allowed_media_domains: hosts from which images may be fetched, ("*",) for any
     - restrictions: restricted API groups of KServe; openai_restrictions: restricted groups of `RESTRICTED_GROUPS`
     - metrics: serve `GET /metrics`
+    - triton_compatibility: where Triton's OpenAI front end differs from the OpenAI API, behave like the former
     - host, port, reuse_port, tls: settings of the API's own port; `create_app` ignores them
     """
 
@@ -268,6 +269,14 @@ class OpenAIOptions:
         default_factory=AccessOptions
     )
     metrics: Annotated[bool, SameAs("allow-metrics")] = True
+    triton_compatibility: Annotated[
+        bool,
+        Flag(
+            "openai-triton-compatibility",
+            "Use the error format and status codes of Triton's OpenAI front end, and list models that do not generate "
+            "text.",
+        ),
+    ] = False
 
     def server(self) -> HttpServerOptions:
         """Return the options of the API's own HTTP server. Raises `InvalidArgument` for unusable TLS files."""

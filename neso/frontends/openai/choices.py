@@ -83,7 +83,7 @@ class Choice(ABC):
 
     @abstractmethod
     def stream(self, completion: Completion) -> list[dict[str, Any]]:
-        """Return the chunk choices for newly generated text: zero or more."""
+        """Return the chunk choices of one step: at least one if it has tokens."""
 
     @abstractmethod
     def add(self, completion: Completion) -> None:
@@ -218,7 +218,7 @@ class ChoicesResponse:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _chunks(self, number: int, output: GenerationOutput) -> bytes:
-        """Return the events for an output of prompt `number`; empty if it has no text to send yet."""
+        """Return the events for an output of prompt `number`; empty if it has no tokens."""
         self._record(number, output)
         chunks = b""
         for completion in output.outputs:

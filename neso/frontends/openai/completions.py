@@ -209,9 +209,11 @@ class CompletionChoice(Choice):
 
     def stream(self, completion: Completion) -> list[dict[str, Any]]:
         self.add(completion)
-        has_news = any(self._text) or (self._logprobs is not None and not self._logprobs.is_empty)
-        if not has_news and self.finish_reason is None:
-            return []  # part of a character, or of a possible stop string
+        has_logprobs = self._logprobs is not None and not self._logprobs.is_empty
+        if not (completion.token_ids or any(self._text) or has_logprobs or self.finish_reason is not None):
+            return []
+        # Also sent without text, which is held back while it can be part of a character or of a stop string: clients
+        # measure the times between tokens.
         return [self.whole()]
 
     def add(self, completion: Completion) -> None:

@@ -13,6 +13,7 @@ from neso.generation import cut_text
 # is checked by tensorrt_llm, which can have a larger context than its checkpoint.
 MAX_CONTEXTS = 8
 FALSE = ("false", "0", "no")
+TOKENIZER_TYPES = ("auto", "llama")
 
 
 class TritonPythonModel:
@@ -20,6 +21,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self.has_batch_dim = config["max_batch_size"] > 0
+        check_tokenizer_type(parameters.get("tokenizer_type", ""))
         self.tokenizer = load_tokenizer(parameters["tokenizer_dir"])
         self.add_special_tokens = parameters.get("add_special_tokens", "").lower() not in FALSE
         eos_ids = self.tokenizer.eos_token_ids
@@ -68,7 +70,9 @@ class TritonPythonModel:
         }
         if "DECODER_QUERY" in inputs:
             decoder_ids, decoder_lengths = self.encode("DECODER_QUERY", inputs)
-            outputs |= {"DECODER_INPUT_ID": decoder_ids, "REQUEST_DECODER_INPUT_LEN": decoder_lengths}
+        else:  # the start token of a decoder, which models without an encoder ignore
+            decoder_ids, decoder_lengths = outputs["OUT_PAD_ID"], np.ones((batch_size, 1), np.int32)
+        outputs |= {"DECODER_INPUT_ID": decoder_ids, "REQUEST_DECODER_INPUT_LEN": decoder_lengths}
         if "PROMPT_TABLE_EXTRA_ID" in inputs:
             # Ids beyond the vocabulary are rows of the prompt embedding table.
             is_virtual = input_ids >= self.vocab_size
@@ -120,6 +124,11 @@ class TritonPythonModel:
                 text = decode_text("EMBEDDING_BIAS_WORDS", word)
                 np.add.at(bias, self.tokenizer.encode(text, add_special_tokens=False), weight)
         return biases
+
+
+def check_tokenizer_type(name):
+    if name and not name.startswith("${") and name not in TOKENIZER_TYPES:
+        raise ValueError(f"tokenizer_type: is '{name}', expected one of {', '.join(TOKENIZER_TYPES)}")
 
 
 def decode_text(name, data):
