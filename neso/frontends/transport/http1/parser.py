@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,10 +35,15 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9\-._~!$&'()*+;=%]*|\[[0-9A-Fa-f:.]+\])(?::[0-
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Error response to the next request of a connection. No bytes after that request are parsed."""
+    """Error response to the next request of a connection. No bytes after that request are parsed.
+
+    `target` and `headers`: those of the request, if it was rejected after its headers were received.
+    """
 
     status: int
     message: str
+    target: bytes = field(default=b"", compare=False)
+    headers: Mapping[bytes, bytes] = field(default_factory=dict, compare=False)
 
 
 class RequestParser:
@@ -108,7 +114,7 @@ class RequestParser:
         self._parser = None  # refers to this object
 
     def _reject(self, status: int, message: str) -> None:
-        self.rejection = Rejection(status, message)
+        self.rejection = Rejection(status, message, self._target, self._headers)
         self._body.clear()
 
     def _stop(self, status: int, message: str) -> NoReturn:
