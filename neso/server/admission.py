@@ -88,6 +88,15 @@ class Admission:
         """Number of clients with requests in flight."""
         return len(self._clients)
 
+    def check(self, name: str, sequences: int) -> None:
+        """Check whether a request of the client `name` fits, before its parts are admitted one by one.
+
+        Raises `InvalidArgument`, `Overloaded`.
+        """
+        self.check_request(sequences)
+        if name:
+            self._check(self._clients.get(name) or _Client(name), sequences, 0)
+
     def check_request(self, sequences: int) -> None:
         """Check the number of sequences of one request. Raises `InvalidArgument`."""
         limit = self.limits.request_sequences

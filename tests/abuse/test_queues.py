@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 
-import grpc
 import numpy as np
 import orjson
 import pytest
-import tritonclient.grpc as grpc_client
 from attack import AttackedServer, write_python_model
 
 SLOW = """
@@ -21,7 +20,7 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        time.sleep(0.05)
+        time.sleep(0.5)
         return [
             pb_utils.InferenceResponse([pb_utils.Tensor("OUT", request.inputs()[0].as_numpy()[:1])])
             for request in requests
@@ -64,12 +63,14 @@ def test_flood_of_sequences(server: AttackedServer) -> None:
     """Requests with 160 sequences each, of which a client may have 4,096 in flight."""
     statuses: Counter[tuple[int, str | None]] = Counter()
     others: list[tuple[int, float]] = []
-    body = {"prompt": ["a"] * 20, "n": 8, "max_tokens": 200, "ignore_eos": True}
+    body = {"prompt": ["a"] * 20, "n": 8, "max_tokens": 50, "ignore_eos": True}
     stop = threading.Event()
+    assert completion(server, {"prompt": "b", "max_tokens": 2}) == (200, None)
 
     def attacker() -> None:
-        while not stop.is_set():
-            statuses[completion(server, body, ATTACKER)] += 1
+        with contextlib.suppress(OSError, http.client.HTTPException):  # the server stops
+            while not stop.is_set():
+                statuses[completion(server, body, ATTACKER)] += 1
 
     def flood_of_sequences() -> None:
         for _ in range(64):
@@ -114,7 +115,7 @@ def test_tensors_of_one_client(server: AttackedServer) -> None:
         connection = http.client.HTTPConnection(
             "127.0.0.1", server.ports["http"], timeout=60, source_address=(ATTACKER, 0)
         )
-        for _ in range(3):
+        for _ in range(2):
             headers = {"Inference-Header-Content-Length": str(len(head))}
             connection.request("POST", "/v2/models/slow/infer", head + tensor, headers)
             response = connection.getresponse()
@@ -135,22 +136,3 @@ def test_tensors_of_one_client(server: AttackedServer) -> None:
     print(f"statuses: {dict(statuses)}")
     report.check(limit_mib=50 + 24 * 16)
     assert set(statuses) == {200, 503}
-
-
-def test_grpc_calls_beyond_the_limit_are_unavailable(server: AttackedServer) -> None:
-    codes: Counter[str] = Counter()
-    done = threading.Semaphore(0)
-
-    def on_response(result: object, error: grpc_client.InferenceServerException | None) -> None:
-        codes["OK" if error is None else str(error.status())] += 1
-        done.release()
-
-    with grpc_client.InferenceServerClient(server.address("grpc")) as client:
-        tensor = grpc_client.InferInput("IN", [NUM_VALUES], "FP32")
-        tensor.set_data_from_numpy(np.zeros(NUM_VALUES, np.float32))
-        for _ in range(24):
-            client.async_infer("slow", [tensor], on_response)
-        for _ in range(24):
-            assert done.acquire(timeout=60)
-    print(f"codes: {dict(codes)}")
-    assert set(codes) == {"OK", str(grpc.StatusCode.UNAVAILABLE)}

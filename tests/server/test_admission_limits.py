@@ -66,6 +66,18 @@ def test_released_requests_leave_nothing_behind() -> None:
     assert (admission.sequences, admission.input_bytes, admission.num_clients) == (0, 0, 0)
 
 
+def test_requests_in_parts_are_checked_as_a_whole() -> None:
+    admission = Admission(LIMITS)
+    admission.admit("a", 4, 0)
+    admission.admit("a", 4, 0)
+    admission.check("a", 2)
+    with pytest.raises(Overloaded):
+        admission.check("a", 3)
+    with pytest.raises(InvalidArgument):
+        admission.check("", 5)
+    assert admission.sequences == 8
+
+
 def test_refused_requests_leave_nothing_behind() -> None:
     admission = Admission(LIMITS)
     for client in "abcd":
