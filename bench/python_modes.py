@@ -1,6 +1,6 @@
 """Requests per second of Python models in processes, compared to threads.
 
-One core serves each model twice, in a thread and in a process; requests alternate between them, without a front end.
+One core serves each model twice, in a thread and in a process; requests alternate between them, without a frontend.
 "echo" returns its input, "fill" returns a new array of the same size. Copies: bytes copied to shared memory divided by
 the bytes of the request's input.
 

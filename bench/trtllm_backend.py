@@ -1,6 +1,6 @@
 """Overhead of the backend `tensorrtllm`: token ids over gRPC streams and generate_stream, compared to the engine.
 
-The engine runs in its own process (`AsyncEngine`, no front end), then as the model `tensorrt_llm` of `neso serve` with
+The engine runs in its own process (`AsyncEngine`, no frontend), then as the model `tensorrt_llm` of `neso serve` with
 a client in another process, with the same checkpoint, prompts and settings. Prints medians of several rounds, in turns.
 
 usage: python bench/trtllm_backend.py [CHECKPOINT] [--concurrency 16] [--rounds 3] [--tokens 64]

@@ -1,6 +1,6 @@
 """Overhead of TensorRT-LLM's layout: tokens per second through its models, compared to the engine alone.
 
-The engine runs in its own process (`AsyncEngine`, no front end), then as `tensorrt_llm` (tokens), `ensemble` and
+The engine runs in its own process (`AsyncEngine`, no frontend), then as `tensorrt_llm` (tokens), `ensemble` and
 `tensorrt_llm_bls` (text) behind `neso serve`, streaming and not, with a client per request over HTTP's generate
 extension, with the same checkpoint, prompts and settings. Prints medians of the rounds and of the ratios. `share` is
 the CPU time of the server process divided by that of the engine process. It shows the cost of the layout on cores

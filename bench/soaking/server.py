@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from neso_server import FRONT_ENDS, NesoServer, served
+from neso_server import FRONTENDS, NesoServer, served
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,6 @@ class SoakedServer:
 def start(repository: Path, log: Path) -> Iterator[SoakedServer]:
     """Serve the repository with explicit model control and shared memory."""
     options = [f"--model-repository={repository}", "--model-control-mode=explicit", "--load-model=*"]
-    options += ["--allow-client-shm=true", *(f"--{name}-address=127.0.0.1" for name in FRONT_ENDS)]
+    options += ["--allow-client-shm=true", *(f"--{name}-address=127.0.0.1" for name in FRONTENDS)]
     with served(*options, log=log) as server:
         yield SoakedServer(server)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 API_KEY_VARIABLE = "NESO_API_KEY"
 RESTRICTED_GROUPS = ("inference", "model-repository", "metrics", "health")
-"""Groups of routes that `--openai-restricted-api` can restrict, with the names of Triton's OpenAI front end."""
+"""Groups of routes that `--openai-restricted-api` can restrict, with the names of Triton's OpenAI frontend."""
 UNLIMITED = 0
 OPEN_GROUPS = {
     "health": ("/health", "/ping"),

@@ -246,7 +246,7 @@ def find_backend(name: str) -> type[Backend]:
         raise InvalidArgument(f"unable to load backend '{name}'{hint}: {error}") from None
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise InvalidArgument(
-            f"unable to load backend '{name}': {found!r} is no subclass of {Backend.__name__}"
+            f"unable to load backend '{name}': {found!r} is not a subclass of {Backend.__name__}"
         )
     return found
 

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 PORT_LINE = re.compile(r"^  (http|grpc|metrics|openai)\s+(\d+)", re.MULTILINE)
-# Default ports of the front ends in tests.
+# Default ports of the frontends in tests.
 PLACES = {
     f"--{name}-{what}": value
     for name in ("http", "grpc", "metrics", "openai")

@@ -107,14 +107,13 @@ def test_tensor_requests_ignore_the_file(server):
 
 
 def test_log_names_the_defaults(server, other):
-    told = (
-        "model 'pilot': defaults of sampling for OpenAI's API: top_k 1, max_new_tokens 5, by the "
-        "checkpoint's generation_config.json (generation_config 'vllm': by no file)"
+    message = (
+        "model 'pilot': default sampling parameters for OpenAI: top_k 1, max_new_tokens 5, from the "
+        "checkpoint's generation_config.json (disable with generation_config 'vllm')"
     )
-    assert told in server.output
+    assert message in server.output
     assert (
-        "temperature 5.0, max_new_tokens 12 at most, by override_generation_config (generation"
-        in other.output
+        "temperature 5.0, max_new_tokens 12 at most, from override_generation_config (disable" in other.output
     )
 
 

@@ -229,7 +229,7 @@ def test_model_in_a_separate_environment(tmp_path, environment, packed):
 
 @pytest.mark.parametrize(
     ("path", "reason"),
-    [("/no/such/place", "does not exist"), ("$$TRITON_MODEL_DIRECTORY", "holds no environment")],
+    [("/no/such/place", "does not exist"), ("$$TRITON_MODEL_DIRECTORY", "contains no environment")],
 )
 def test_invalid_environment_is_reported(tmp_path, path, reason):
     config = f'parameters {{ key: "EXECUTION_ENV_PATH" value {{ string_value: "{path}" }} }}'

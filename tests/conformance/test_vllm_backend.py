@@ -522,10 +522,10 @@ def test_embedding_requests(server, llm):
 def test_embedding_and_generation_requests_are_distinguished(server):
     answer = generate(server, {"text_input": QUESTION}, EMBEDDER)
     assert answer == {
-        "error": f"Error generating stream: model '{EMBEDDER}' gives vectors, not text: send embedding_request"
+        "error": f"Error generating stream: model '{EMBEDDER}' is an embedding model; send embedding_request"
     }
     answer = generate(server, {"text_input": "", "embedding_request": '{"input": "x"}'})
-    assert answer == {"error": f"Error generating stream: model '{MODEL}' gives no embeddings"}
+    assert answer == {"error": f"Error generating stream: model '{MODEL}' does not support embeddings"}
 
 
 # -- OpenAI -----------------------------------------------------------------------------------------------------
@@ -570,7 +570,7 @@ def test_openai_sampling_defaults(server, api):
     generated = generate(server, {**body, "return_num_output_tokens": True, "exclude_input_in_output": True})
     assert generated["num_output_tokens"] == 310
     assert (
-        "defaults of sampling for OpenAI's API: temperature 0.9, max_new_tokens 300 at most, by "
+        "default sampling parameters for OpenAI: temperature 0.9, max_new_tokens 300 at most, from "
         in server.output
     )
 

@@ -232,7 +232,7 @@ def test_output_without_a_limit_fills_the_context(openai_client, oracle):
         (
             "<image>",
             [base64.b64encode(b"no image").decode()],
-            "an image cannot be read: it is none of PNG, JPEG",
+            "an image cannot be read: expected one of PNG, JPEG",
         ),
         ("<image>", [encoded("a")[:200]], "an image cannot be read: image file is truncated"),
         ("<image>", ["https://example.com/x.png"], "https: URLs are not fetched"),

@@ -1,4 +1,4 @@
-"""Front ends of an in-process server, with real clients."""
+"""Frontends of an in-process server, with real clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
 output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
 """
 CLIENTS = {"http": http_client, "grpc": grpc_client}
-FRONT_ENDS = {"http": neso.KServeHttp, "grpc": neso.KServeGrpc}
+FRONTENDS = {"http": neso.KServeHttp, "grpc": neso.KServeGrpc}
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def slow(tmp_path):
 
 
 def frontend(protocol, server, port=0):
-    kind = FRONT_ENDS[protocol]
+    kind = FRONTENDS[protocol]
     return kind(server, kind.Options(host="127.0.0.1", port=port))
 
 
@@ -76,7 +76,7 @@ def ask(protocol, port, model="identity"):
         return client.infer(model, [tensor]).as_numpy("OUT").tolist()
 
 
-@pytest.mark.parametrize("protocol", FRONT_ENDS)
+@pytest.mark.parametrize("protocol", FRONTENDS)
 def test_restart(protocol, server):
     service = frontend(protocol, server)
     with pytest.raises(neso.Unavailable, match="has not been started"):
@@ -103,7 +103,7 @@ def test_all_frontends_with_in_process_requests(server):
         metrics.stop()
 
 
-@pytest.mark.parametrize("protocol", FRONT_ENDS)
+@pytest.mark.parametrize("protocol", FRONTENDS)
 def test_port_in_use(protocol, server):
     with frontend(protocol, server) as service:
         second = frontend(protocol, server, service.port)
@@ -113,7 +113,7 @@ def test_port_in_use(protocol, server):
         assert ask(protocol, service.port) == [1, 2]
 
 
-@pytest.mark.parametrize("protocol", FRONT_ENDS)
+@pytest.mark.parametrize("protocol", FRONTENDS)
 def test_stop_waits_for_requests_in_flight(protocol, server, slow):
     service = frontend(protocol, server).start()
     answers = []
@@ -127,7 +127,7 @@ def test_stop_waits_for_requests_in_flight(protocol, server, slow):
     assert answers == [[1, 2]]
 
 
-@pytest.mark.parametrize("protocol", FRONT_ENDS)
+@pytest.mark.parametrize("protocol", FRONTENDS)
 def test_server_stop_stops_frontends(protocol, server, slow):
     service = frontend(protocol, server).start()
     port = service.port

@@ -56,11 +56,11 @@ def test_valid_files(pem):
             "junk.pem",
             "key.pem",
             None,
-            "'.*junk.pem' and the key '.*key.pem' do not go together, or one of them",
+            "'.*junk.pem' and the key '.*key.pem' do not match, or one of them",
         ),
-        ("cert.pem", "other.pem", None, "do not go together.*: KEY_VALUES_MISMATCH"),
+        ("cert.pem", "other.pem", None, "do not match.*: KEY_VALUES_MISMATCH"),
         ("cert.pem", "encrypted.pem", None, "the TLS key '.*encrypted.pem' cannot be used: it is encrypted"),
-        ("cert.pem", "key.pem", "junk.pem", "the TLS root certificate '.*junk.pem' is no PEM file"),
+        ("cert.pem", "key.pem", "junk.pem", "the TLS root certificate '.*junk.pem' is not a PEM file"),
     ],
 )
 def test_errors_name_the_invalid_file(pem, certificate, key, root, message):

@@ -1,4 +1,4 @@
-"""A core with HTTP and gRPC front ends on a thread, which records unexpected log messages."""
+"""A core with HTTP and gRPC frontends on a thread, which records unexpected log messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fuzzing of the gRPC front end: random fields, bytes and orders."""
+"""Fuzzing of the gRPC frontend: random fields, bytes and orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fuzzing of the HTTP front end: almost valid, truncated and split requests."""
+"""Fuzzing of the HTTP frontend: almost valid, truncated and split requests."""
 
 from __future__ import annotations
 

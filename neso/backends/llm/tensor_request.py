@@ -137,7 +137,7 @@ def _tensors(weights: npt.NDArray[Any] | None, config: npt.NDArray[np.int32] | N
     if weights is None and config is None:
         return None
     if weights is None or config is None:
-        raise InvalidArgument("lora_weights: must come together with lora_config")
+        raise InvalidArgument("lora_weights: must be sent together with lora_config")
     rows, columns = weights, config
     # Can have a batch dimension of 1; newer clients add a fourth column, the DoRA flag.
     if rows.ndim == 3 and len(rows) == 1:
@@ -168,7 +168,7 @@ def read_draft(ids: Any, logits: Any, threshold: Any) -> DraftTokens | None:
     """Read draft tokens from the values of `DRAFT_NAMES`, each an array, a list or None. Raises `InvalidArgument`."""
     if ids is None:
         if threshold is not None or logits is not None:
-            raise InvalidArgument("draft_input_ids: must come with the other tensors of a draft")
+            raise InvalidArgument("draft_input_ids: must be sent with the other tensors of a draft")
         return None
     try:
         tokens = np.asarray(ids).reshape(-1)

@@ -32,7 +32,7 @@ class InferenceResponse:
         for tensor in output_tensors:
             if not isinstance(tensor, Tensor):
                 raise TritonModelException(
-                    f"output_tensors must hold pb_utils.Tensor objects, got {type(tensor).__name__}"
+                    f"output_tensors must contain pb_utils.Tensor objects, got {type(tensor).__name__}"
                 )
         if error is not None and not isinstance(error, TritonError):
             raise TritonModelException(f"error must be a pb_utils.TritonError, got {type(error).__name__}")

@@ -198,7 +198,7 @@ class VllmBackend(Backend):
         lora = None if request.lora is None else self._adapters.find(request.lora)
         if self._language_model is None:
             raise InvalidArgument(
-                f"model '{self.context.name}' gives vectors, not text: send embedding_request"
+                f"model '{self.context.name}' is an embedding model; send embedding_request"
             )
         values = parse_sampling_values(request.values, self._sampling_types, self._structured_output_fields)
         params = self.engine.sampling_params(values, stream=request.stream)
@@ -215,7 +215,7 @@ class VllmBackend(Backend):
 
     async def _embed(self, stream: ResponseStream, request: EmbeddingRequest) -> None:
         if "embed" not in self.engine.tasks:
-            raise InvalidArgument(f"model '{self.context.name}' gives no embeddings")
+            raise InvalidArgument(f"model '{self.context.name}' does not support embeddings")
         key = "prompt" if isinstance(request.prompt, str) else "prompt_token_ids"
         output = await self.engine.encode(
             {key: request.prompt},

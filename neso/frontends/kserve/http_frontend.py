@@ -1,4 +1,4 @@
-"""HTTP front end: routes, restricted APIs and mounted applications."""
+"""HTTP frontend: routes, restricted APIs and mounted applications."""
 
 from __future__ import annotations
 

@@ -37,18 +37,18 @@ def decode_embeddings(text: str) -> Embeddings:
     if data.startswith(b"\x93NUMPY"):
         return _read_numpy(data)
     if not data.startswith(b"PK"):
-        raise ValueError("holds neither a file of torch.save nor one of numpy.save")
+        raise ValueError("is neither a torch.save nor a numpy.save file")
     try:
         return _read_torch(data)
     except (zipfile.BadZipFile, pickle.UnpicklingError, KeyError, EOFError, TypeError, IndexError) as error:
-        raise ValueError(f"holds no tensor of torch.save: {error}") from None
+        raise ValueError(f"is not a tensor saved by torch.save: {error}") from None
 
 
 def _read_numpy(data: bytes) -> Embeddings:
     try:
         loaded: Embeddings = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"holds no array of numpy.save: {error}") from None
+        raise ValueError(f"is not an array saved by numpy.save: {error}") from None
     return loaded
 
 
@@ -58,7 +58,7 @@ def _read_torch(data: bytes) -> Embeddings:
             raise ValueError("is compressed, unlike files of torch.save")
         metadata = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
         if metadata is None or archive.getinfo(metadata).file_size > _MAX_PICKLE:
-            raise ValueError("holds no tensor of torch.save")
+            raise ValueError("is not a tensor saved by torch.save")
         folder = metadata.removesuffix("data.pkl")
         tensor = _Unpickler(archive, folder).load()
     if not isinstance(tensor, np.ndarray):

@@ -226,7 +226,7 @@ class Server:
             stopped = (frontend.stop(grace) for frontend in self._frontends)
             for error in await asyncio.gather(*stopped, return_exceptions=True):
                 if error is not None:
-                    logger.error("a front end did not stop cleanly", exc_info=error)
+                    logger.error("a frontend did not stop cleanly", exc_info=error)
             await self.core.stop()
             for request in tuple(self.in_flight):
                 request.fail(Unavailable("the server has stopped"))

@@ -234,7 +234,7 @@ class ModelLifecycle:
         raise AssertionError  # unreachable
 
     async def _make(self, plan: ModelPlan, version: int) -> Model:
-        limited = self._admit(plan)
+        limited = self._register(plan)
         try:
             return await self._make_limited(plan, version, limited)
         except BaseException:
@@ -242,7 +242,7 @@ class ModelLifecycle:
                 limited.close()
             raise
 
-    def _admit(self, plan: ModelPlan) -> LimitedInstances | None:
+    def _register(self, plan: ModelPlan) -> LimitedInstances | None:
         """Register the instances with the rate limiter. Raises `InvalidArgument` for unsatisfiable resources."""
         limiter = self._core.rate_limiter
         if limiter is None:
@@ -254,7 +254,7 @@ class ModelLifecycle:
                     plan.source.name,
                 )
             return None
-        return limiter.admit(plan.config)
+        return limiter.register(plan.config)
 
     async def _make_limited(self, plan: ModelPlan, version: int, limited: LimitedInstances | None) -> Model:
         config = type(plan.config)()

@@ -80,7 +80,7 @@ class LoadLocks:
         while chain[-1] in self._waits_for and chain[-1] != parent:
             chain.append(self._waits_for[chain[-1]])
         if chain[-1] == parent:
-            raise InvalidArgument(f"models depend on each other in a circle: {' -> '.join(chain)}")
+            raise InvalidArgument(f"models depend on each other in a cycle: {' -> '.join(chain)}")
         self._waits_for[parent] = id
 
 

@@ -61,7 +61,7 @@ class RedisCache:
         try:
             return CachedResponse.decode(data)
         except (msgspec.MsgspecError, InvalidArgument) as error:
-            self._note(f"key {key} holds no response: {error}")
+            self._note(f"key {key} does not contain a response: {error}")
             return None
 
     async def put(self, key: str, response: CachedResponse) -> None:

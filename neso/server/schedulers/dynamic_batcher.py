@@ -162,7 +162,7 @@ class DynamicBatcher:
         """Stop and return the requests that were not executed."""
         self._dispatcher.stop()
         if self._limited is not None:
-            self._limited.withdraw_all()
+            self._limited.cancel_all()
         return self._queue.clear()
 
     def add_instances(self, count: int) -> None:
@@ -183,11 +183,11 @@ class DynamicBatcher:
             batch, until = self._chooser.choose(self._queue.waiting())
             if not batch:
                 if self._limited is not None:
-                    self._limited.withdraw_all()
+                    self._limited.cancel_all()
                 break
             instance = None
             if self._limited is not None:
-                instance = self._limited.take_any()
+                instance = self._limited.acquire_any()
                 if instance is None:  # wait for `on_grant`; the batch can grow until then
                     break
             self._queue.take(len(batch))

@@ -331,8 +331,8 @@ async def test_unload_dependents_unloads_steps_that_are_not_used_elsewhere(
         ([step("plus1", {"WHAT": "IN"}, {"OUT": "OUT"})], "model 'plus1' has no input 'WHAT'"),
         ([step("plus1", {"IN": "IN"}, {"WHAT": "OUT"})], "model 'plus1' has no output 'WHAT'"),
         ([step("plus1", {"MORE": "IN"}, {"OUT": "OUT"})], "needs the input 'IN'"),
-        ([step("all", {"IN": "IN"}, {"OUT": "OUT"})], "in a circle: all -> all"),
-        ([step("plus1", {"IN": "x"}, {"OUT": "OUT"})], "is no input of the ensemble"),
+        ([step("all", {"IN": "IN"}, {"OUT": "OUT"})], "in a cycle: all -> all"),
+        ([step("plus1", {"IN": "x"}, {"OUT": "OUT"})], "is neither an input of the ensemble"),
     ],
 )
 async def test_invalid_ensemble_is_unavailable(server: Server, steps: list[str], message: str) -> None:
@@ -346,7 +346,7 @@ async def test_cyclic_ensembles_do_not_deadlock(server: Server) -> None:
     server.add_ensemble(step("other", {"IN": "IN"}, {"OUT": "OUT"}))
     server.add_ensemble(step("all", {"IN": "IN"}, {"OUT": "OUT"}), name="other")
     core = await asyncio.wait_for(server.start(), 60)
-    assert "in a circle" in reason(core) + reason(core, "other")
+    assert "in a cycle" in reason(core) + reason(core, "other")
     assert not any(model.name in ("all", "other") for model in core.models())
 
 

@@ -118,7 +118,7 @@ async def test_by_tensors(core, made):
     assert await ask(core, **task) == texts["three"]
     with pytest.raises(InvalidArgument, match="lora_config: needs lora_task_id"):
         await ask(core, lora_config=weights["lora_config"])
-    with pytest.raises(InvalidArgument, match="must come together with lora_config"):
+    with pytest.raises(InvalidArgument, match="must be sent together with lora_config"):
         await ask(core, **task, lora_weights=rows)
     with pytest.raises(InvalidArgument, match="cannot be combined with lora_task_id"):
         await ask(core, {"lora_name": "one"}, **task)

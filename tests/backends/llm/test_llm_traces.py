@@ -65,7 +65,7 @@ ensemble_scheduling { step {
 
 
 class Fronts:
-    """The ports of the front ends, and their trace collector."""
+    """The ports of the frontends, and their trace collector."""
 
     def __init__(self, http: KServeHttp, grpc: KServeGrpc, collector: Collector) -> None:
         self.http, self.grpc, self.collector = http.port, grpc.port, collector

@@ -151,7 +151,7 @@ async def test_undeclared_outputs_are_dropped(serve, caplog):
         ("return None", "Expected a list in the execute return, found type 'NoneType'"),
         ("return ['x']", "found type 'str'"),
         ("return [None]", "released a request without a final response"),
-        ("return [pb_utils.InferenceResponse([3])]", "must hold pb_utils.Tensor objects, got int"),
+        ("return [pb_utils.InferenceResponse([3])]", "must contain pb_utils.Tensor objects, got int"),
         ("return [pb_utils.InferenceResponse(error='x')]", "must be a pb_utils.TritonError"),
         ("requests[0].set_release_flags(2)", "iterative_sequence: true"),
         ("requests[0].set_release_flags(4)", "Unsupported flag provided: 4"),

@@ -224,7 +224,7 @@ async def test_warmup_is_executed_and_not_counted(serve_files):
 def test_invalid_backends_are_rejected(monkeypatch):
     monkeypatch.setitem(backend.BUILTIN, "sample", "sample_backends:NoBackend")
     with pytest.raises(
-        InvalidArgument, match=r"unable to load backend 'sample': .*NoBackend.* is no subclass of Backend"
+        InvalidArgument, match=r"unable to load backend 'sample': .*NoBackend.* is not a subclass of Backend"
     ):
         backend.find_backend("sample")
 

@@ -63,7 +63,7 @@ async def test_adapter_is_sent_once_and_cached(serve_model, adapter, greedy):
     assert await served.tokens(**task, lora_weights=weights, lora_config=config) == expected != greedy()
     assert await served.tokens(**task) == expected
     assert await served.tokens() == greedy()
-    with pytest.raises(ServerError, match="lora_weights: must come together with lora_config"):
+    with pytest.raises(ServerError, match="lora_weights: must be sent together with lora_config"):
         await served.tokens(lora_task_id=row(8, np.uint64), lora_weights=weights)
 
 
@@ -354,7 +354,7 @@ async def test_cancellation_before_the_request_starts(serve_model):
 
 
 async def test_text_interface_of_the_model(serve_model, checkpoint, greedy):
-    """Other front ends get a language model."""
+    """Other frontends get a language model."""
     from neso.generation import GenerationRequest, SamplingParams
 
     served = await serve_model()

@@ -282,6 +282,6 @@ async def test_long_text_is_tokenized_in_a_thread(
         return encode(text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(script.text, "encode", noted)
-    monkeypatch.setattr(script, "generate", None)  # only the front end tokenizes
+    monkeypatch.setattr(script, "generate", None)  # only the frontend tokenizes
     await client.post(path, {"model": "scripted", **body})
     assert threads and threading.main_thread() not in threads

@@ -126,7 +126,7 @@ def test_tensors_are_released_with_their_holders(server):
 
 def test_infer_accepts_a_request_or_its_fields(server):
     model = server.model("identity")
-    with pytest.raises(TypeError, match="fields as well: priority"):
+    with pytest.raises(TypeError, match="got both: priority"):
         model.infer(model.create_request(inputs={"IN": [1]}), priority=1)
 
 

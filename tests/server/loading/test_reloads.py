@@ -310,4 +310,4 @@ async def test_a_model_that_loads_itself_during_its_load(repository, start_core)
     """
     repository.add("m", code)
     core = await asyncio.wait_for(start_core(explicit=True, startup_models=("m",)), 60)
-    assert "models depend on each other in a circle: m -> m" in index_of(core, "m")[0].reason
+    assert "models depend on each other in a cycle: m -> m" in index_of(core, "m")[0].reason

@@ -55,7 +55,7 @@ def config(collector, *settings: str) -> TraceConfig:
 
 
 async def ask_traced(core, model: str, headers: dict[str, str] | None = None, id: str = ""):
-    """Send a request like a front end; return the only response, and whether it was traced."""
+    """Send a request like a frontend; return the only response, and whether it was traced."""
     trace = core.tracing.sample(model, (headers or {}).get)
     tensor = Tensor.from_numpy("IN", np.array([0.1, 2], np.float32))
     (response,) = await collect(

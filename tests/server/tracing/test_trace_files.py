@@ -60,7 +60,7 @@ def add_ensemble(repository):
 
 
 async def ask_traced(core, model: str, id: str = "") -> None:
-    """Send a request like a front end."""
+    """Send a request like a frontend."""
     trace = core.tracing.sample(model)
     if trace is not None:
         trace.stamp("HTTP_RECV_START")

@@ -186,7 +186,7 @@ class RunningModel:
         unhealthy = f"Stub process '{self._name}' is not healthy:"
         await asyncio.wait((self._hello, self.ended), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not self._hello.done() and not self.ended.done():
-            raise InternalError(f"{unhealthy} it did not come up in {timeout:g} s")
+            raise InternalError(f"{unhealthy} it did not start within {timeout:g} s")
         await asyncio.wait((self._initialized, self.ended), return_when=asyncio.FIRST_COMPLETED)
         if not self._initialized.done():
             raise InternalError(

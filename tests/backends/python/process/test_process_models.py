@@ -102,7 +102,7 @@ async def test_process_start_times_out(start, tmp_path, auto_complete):
     core = await start(
         "    def execute(self, requests): pass\n", environment, auto_complete, stub_timeout_seconds="1"
     )
-    assert "did not come up in 1 s" in reason(core)
+    assert "did not start within 1 s" in reason(core)
 
 
 async def test_a_crash_in_auto_complete_fails_the_load(start):

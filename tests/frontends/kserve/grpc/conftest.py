@@ -1,4 +1,4 @@
-"""Fixtures: a core with the test models, and a gRPC front end on a free port."""
+"""Fixtures: a core with the test models, and a gRPC frontend on a free port."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from trace_reader import ReadTrace, check_order, read_traces
 
 from neso.server.tracing import TraceConfig, Tracing
 
-FRONT_END = {"GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END"}
+FRONTEND = {"GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END"}
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ async def test_infer(written, stub):
         await stub.ModelInfer(identity("b", bytes(7)))
     (trace,) = await written()
     assert (trace.model, trace.request_id) == ("identity", "a")
-    assert {*FRONT_END, "INFER_RESPONSE_COMPLETE"} <= trace.timestamps.keys()
+    assert {*FRONTEND, "INFER_RESPONSE_COMPLETE"} <= trace.timestamps.keys()
     check_order(trace.timestamps)
 
 
@@ -61,6 +61,6 @@ async def test_each_request_of_a_stream_has_its_own_trace(written, stub):
     traces = await written()
     assert [trace.request_id for trace in traces] == ["a", "b", "none"]
     for trace in traces:
-        assert trace.timestamps.keys() >= FRONT_END
-        front_end = {name: trace.timestamps[name] for name in FRONT_END}
-        check_order(front_end)
+        assert trace.timestamps.keys() >= FRONTEND
+        frontend = {name: trace.timestamps[name] for name in FRONTEND}
+        check_order(frontend)

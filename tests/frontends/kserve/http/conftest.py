@@ -1,4 +1,4 @@
-"""Fixtures: a core with the test models, and an HTTP front end on a free port."""
+"""Fixtures: a core with the test models, and an HTTP frontend on a free port."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Client:
 
 @pytest.fixture
 def connect() -> type[Client]:
-    """`connect(port)` returns a client of a front end started by the test."""
+    """`connect(port)` returns a client of a frontend started by the test."""
     return Client
 
 

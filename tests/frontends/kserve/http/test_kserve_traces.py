@@ -13,7 +13,7 @@ from trace_reader import ReadTrace, check_order, read_traces
 
 from neso.server.tracing import TraceConfig, Tracing
 
-FRONT_END = (
+FRONTEND = (
     "HTTP_RECV_START",
     "HTTP_RECV_END",
     "INFER_RESPONSE_COMPLETE",
@@ -45,7 +45,7 @@ async def test_infer(written, client):
     traces = await written()
     assert [(trace.model, trace.request_id) for trace in traces] == [("batched", "i")] * 2
     for trace in traces:
-        assert set(FRONT_END) <= trace.timestamps.keys()
+        assert set(FRONTEND) <= trace.timestamps.keys()
         check_order(trace.timestamps)
 
 
@@ -56,7 +56,7 @@ async def test_generate(written, client, endpoint):
     )
     assert reply.status == 200
     (trace,) = await written()
-    assert trace.model == "decoupled" and set(FRONT_END) <= trace.timestamps.keys()
+    assert trace.model == "decoupled" and set(FRONTEND) <= trace.timestamps.keys()
 
 
 async def test_requests_to_unknown_models_are_not_traced(written, client):
