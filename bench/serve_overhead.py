@@ -63,8 +63,10 @@ async def over_openai(port: int, concurrency: int, texts: list[str]) -> Measured
         body = {"model": "bench", "prompt": text, "max_tokens": TOKENS, "temperature": 0}
         body |= {"stream": True, "ignore_eos": True}
         times = []
-        async with session.post(f"http://127.0.0.1:{port}/v1/completions", data=orjson.dumps(body)) as answer:
-            async for line in answer.content:
+        async with session.post(
+            f"http://127.0.0.1:{port}/v1/completions", data=orjson.dumps(body)
+        ) as response:
+            async for line in response.content:
                 if line.startswith(b"data: {") and b'"text":""' not in line:
                     times.append(time.perf_counter())
         return times

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from smoke import parse_arguments
 from soaking.loads import LOADS, Clients, Load, crash, has_own_process
-from soaking.server import Holdings, SoakedServer, start
+from soaking.server import ResourceUsage, SoakServer, start
 
 PAUSE = 0.002
 """Pause of a worker between two units of work, in seconds."""
@@ -25,7 +25,7 @@ WARM = 0.2
 """Fraction of the run after which memory must no longer grow."""
 
 
-class Tally:
+class LoadResults:
     """Outcomes of one load."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Tally:
         )
 
 
-async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: bool) -> list[str]:
+async def soak(server: SoakServer, seconds: float, workers: int, check_leaks: bool) -> list[str]:
     """Run the loads and return the errors found."""
     clients = Clients(server)
     try:
@@ -62,12 +62,12 @@ async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: 
         if not await has_own_process(clients):
             del loads[crash]
             print("(models do not run in processes: skip crashes)")
-        tallies = {load: Tally() for load in loads}
+        tallies = {load: LoadResults() for load in loads}
         for (
             load
         ) in loads:  # run each load once, so that lazily created resources exist before the first reading
             await tallies[load].count(load, clients)
-        readings = [server.holdings()]
+        readings = [server.resource_usage()]
         end = time.monotonic() + seconds
 
         async def work(load: Load) -> None:
@@ -78,24 +78,26 @@ async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: 
         tasks = [asyncio.ensure_future(work(load)) for load, n in loads.items() for _ in range(n * workers)]
         while time.monotonic() < end and server.alive():
             await asyncio.sleep(min(5.0, seconds / 20))
-            readings.append(server.holdings())
+            readings.append(server.resource_usage())
         await asyncio.wait(tasks, timeout=60)
         hanging = sum(not task.done() for task in tasks)
         _print_tallies(tallies)
-        found = [f"{load.__name__}: {text}" for load, tally in tallies.items() for text in tally.wrong[:3]]
+        found = [
+            f"{load.__name__}: {text}" for load, results in tallies.items() for text in results.wrong[:3]
+        ]
         if hanging:
             found.append(f"{hanging} clients got no response")
         if not server.alive():
             return [*found, "the server has exited"]
-        found += await leftovers(clients)
+        found += await unreleased(clients)
     finally:
         await clients.close()
     await asyncio.sleep(3)
-    readings.append(server.holdings())
+    readings.append(server.resource_usage())
     return found + leaks(readings) if check_leaks else found
 
 
-async def leftovers(clients: Clients) -> list[str]:
+async def unreleased(clients: Clients) -> list[str]:
     """Return requests that the server still counts as in flight, and counters that differ from the clients'."""
     for _ in range(50):
         async with clients.http.get(clients.server.url("/metrics", "metrics")) as response:
@@ -126,7 +128,7 @@ async def leftovers(clients: Clients) -> list[str]:
     return found
 
 
-def leaks(readings: list[Holdings]) -> list[str]:
+def leaks(readings: list[ResourceUsage]) -> list[str]:
     """Return resources that have grown, from readings before, during and after the load."""
     first, last = readings[0], readings[-1]
     warm = [
@@ -149,10 +151,10 @@ def leaks(readings: list[Holdings]) -> list[str]:
     return found
 
 
-def _print_tallies(tallies: dict[Load, Tally]) -> None:
+def _print_tallies(tallies: dict[Load, LoadResults]) -> None:
     print(f"{'':18} {'done':>8} {'rejected':>8} {'wrong':>6} {'mean ms':>8} {'max ms':>8}")
-    for load, tally in tallies.items():
-        print(tally.row(load.__name__))
+    for load, results in tallies.items():
+        print(results.row(load.__name__))
 
 
 def main() -> int:

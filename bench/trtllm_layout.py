@@ -76,7 +76,7 @@ def cpu_seconds(server: NesoServer) -> tuple[float, float]:
     return float(own.user + own.system), float(others.user + others.system)
 
 
-class _Answer(asyncio.Protocol):
+class _ResponseReader(asyncio.Protocol):
     """Reads a response until the connection is closed."""
 
     def __init__(self) -> None:
@@ -95,9 +95,11 @@ async def post(port: int, path: str, body: bytes) -> bytes:
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    transport, answer = await asyncio.get_running_loop().create_connection(_Answer, "127.0.0.1", port)
+    transport, response = await asyncio.get_running_loop().create_connection(
+        _ResponseReader, "127.0.0.1", port
+    )
     transport.write(head.encode() + body)
-    return await answer.ended
+    return await response.ended
 
 
 async def measure(
@@ -108,9 +110,9 @@ async def measure(
     path = f"/v2/models/{case.model}/{operation}"
 
     async def one(text: str) -> list[float]:
-        answer = await post(server.ports["http"], path, case.body(text, ids[text]))
-        if not answer.startswith(b"HTTP/1.1 200") or b'"error"' in answer:
-            raise RuntimeError(f"{case.model}: {answer[:500]!r}")
+        response = await post(server.ports["http"], path, case.body(text, ids[text]))
+        if not response.startswith(b"HTTP/1.1 200") or b'"error"' in response:
+            raise RuntimeError(f"{case.model}: {response[:500]!r}")
         return []
 
     await run(concurrency, texts[:concurrency], one, TOKENS)

@@ -41,12 +41,12 @@ def test_integers_are_accepted_for_floats():
 
 
 @pytest.mark.parametrize(
-    ("limits", "asked", "gets"),
+    ("limits", "requested", "gets"),
     [(False, None, 8), (False, 100, 100), (True, None, 8), (True, 100, 8), (True, 3, 3), (True, 0, 0)],
 )
-def test_max_tokens_of_a_request(limits, asked, gets):
+def test_max_tokens_of_a_request(limits, requested, gets):
     defaults = SamplingDefaults.from_mapping({"max_new_tokens": 8}, limits_tokens=limits)
-    assert defaults.max_tokens(asked) == gets
+    assert defaults.max_tokens(requested) == gets
     assert str(defaults) == "max_new_tokens 8" + " at most" * limits
 
 

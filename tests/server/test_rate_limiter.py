@@ -264,7 +264,7 @@ def test_amounts_are_respected_and_all_instances_execute(models: list[Any], seed
         amounts = {"R": 4, "S": 5, "*G": 4}
         # By model: needs and device of each instance.
         books = [
-            [(wanted, device) for wanted, device, _, count in of_model for _ in range(count)]
+            [(expected, device) for expected, device, _, count in of_model for _ in range(count)]
             for of_model in models
         ]
         instances = [
@@ -272,9 +272,9 @@ def test_amounts_are_respected_and_all_instances_execute(models: list[Any], seed
                 limiter,
                 *(
                     group(
-                        " ".join(f"{k}:{n}" for k, n in wanted.items()), gpu=device, priority=p, count=count
+                        " ".join(f"{k}:{n}" for k, n in expected.items()), gpu=device, priority=p, count=count
                     )
-                    for wanted, device, p, count in of_model
+                    for expected, device, p, count in of_model
                 ),
             )
             for of_model in models
@@ -290,8 +290,8 @@ def test_amounts_are_respected_and_all_instances_execute(models: list[Any], seed
                     waited[who] = 0
             held: Counter[tuple[str, int]] = Counter()
             for m, number in executing:
-                wanted, device = books[m][number]
-                for name, count in wanted.items():
+                expected, device = books[m][number]
+                for name, count in expected.items():
                     held[name, -1 if name.startswith("*") else device] += count
             assert all(count <= amounts[name] for (name, _), count in held.items())
             for who in everybody:

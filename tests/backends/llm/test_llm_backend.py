@@ -253,8 +253,8 @@ async def test_default_sampling_does_not_apply_to_tensors(tmp_path):
     hot = {"temperature": 5.0, "max_tokens": 8, "ignore_eos": True}
     texts = set()
     for seed in range(3):
-        asked = request(parameters={**hot, "seed": seed}, return_num_output_tokens=True)
-        (whole,) = await outputs(core, asked)
+        requested = request(parameters={**hot, "seed": seed}, return_num_output_tokens=True)
+        (whole,) = await outputs(core, requested)
         assert whole.output("num_output_tokens").array.tolist() == [8]
         texts.add(whole.output("text_output").strings()[0])
     assert len(texts) > 1

@@ -17,7 +17,7 @@ ON_GPU, ON_CPU = Instance("m_0", InstanceKind.GPU, 2), Instance("m_0", InstanceK
 
 
 @pytest.fixture(autouse=True)
-def all_there(monkeypatch):
+def all_providers(monkeypatch):
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [TENSORRT, CUDA, OPENVINO, CPU])
 
 

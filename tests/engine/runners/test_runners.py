@@ -179,8 +179,10 @@ def test_mixed_batches(load: Load, checkpoint_factory: Factory, name: str, block
         for sequence in unfinished[: random.integers(1, len(unfinished) + 1)]:
             left = len(sequence.tokens) - sequence.num_computed
             advances.append((sequence, 1 if random.random() < 0.6 else int(random.integers(1, left + 1))))
-        wanted = [expected[s.sequence_id][s.num_computed : s.num_computed + count] for s, count in advances]
-        np.testing.assert_allclose(run(runner, builder.plan(advances)), np.concatenate(wanted), atol=ATOL)
+        requested = [
+            expected[s.sequence_id][s.num_computed : s.num_computed + count] for s, count in advances
+        ]
+        np.testing.assert_allclose(run(runner, builder.plan(advances)), np.concatenate(requested), atol=ATOL)
 
 
 def test_prefill_longer_than_a_query_tile(load: Load, checkpoint_factory: Factory) -> None:

@@ -55,7 +55,7 @@ class AsgiClient:
         headers: tuple[tuple[bytes, bytes], ...] = (),
         disconnect_after: int | None = None,
     ) -> Answer:
-        answer = Answer()
+        response = Answer()
         pending = list(body)
         disconnected = asyncio.Event()
 
@@ -70,17 +70,17 @@ class AsgiClient:
 
         async def send(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                answer.status = message["status"]
-                answer.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+                response.status = message["status"]
+                response.headers = {k.decode(): v.decode() for k, v in message["headers"]}
                 return
             if message["body"]:
-                answer.parts.append(message["body"])
-            answer.complete = not message.get("more_body", False)
-            if disconnect_after is not None and len(answer.parts) >= disconnect_after:
+                response.parts.append(message["body"])
+            response.complete = not message.get("more_body", False)
+            if disconnect_after is not None and len(response.parts) >= disconnect_after:
                 disconnected.set()
 
         await self._app(make_scope(method, path, headers), receive, send)
-        return answer
+        return response
 
 
 def make_scope(method: str, path: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> dict[str, Any]:

@@ -32,9 +32,9 @@ def test_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_tokenizer_rejects_token_ids() -> None:
-    for ask in (lambda: MISSING_TOKENIZER.encode("a"), lambda: MISSING_TOKENIZER.decode([1])):
+    for send_request in (lambda: MISSING_TOKENIZER.encode("a"), lambda: MISSING_TOKENIZER.decode([1])):
         with pytest.raises(InvalidParameter, match="no tokenizer is known") as refused:
-            ask()
+            send_request()
         assert refused.value.field == "model"
     assert (
         ChatTemplateOverride(MISSING_TOKENIZER, "{{ messages[0].content }}").apply_chat_template(MESSAGES)

@@ -58,7 +58,7 @@ class Client:
     async def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> Reply:
-        def talk() -> Reply:
+        def exchange() -> Reply:
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
             try:
                 connection.request(method, path, body, headers or {})
@@ -68,7 +68,7 @@ class Client:
             finally:
                 connection.close()
 
-        return await asyncio.to_thread(talk)
+        return await asyncio.to_thread(exchange)
 
 
 @pytest.fixture

@@ -76,17 +76,17 @@ class Identity(LoadedBackend):
     """Returns the inputs, and the parameters and fields of the request as parameters."""
 
     def submit(self, request: ResponseStream) -> None:
-        asked = request.request
+        requested = request.request
         outputs = [
             Tensor("OUT" + name.removeprefix("IN"), tensor.datatype, tensor.array)
-            for name, tensor in asked.inputs.items()
+            for name, tensor in requested.inputs.items()
         ]
         fields = {
             name: value
             for name in ("priority", "timeout_us", "sequence_id", "sequence_start", "sequence_end")
-            if (value := getattr(asked, name))
+            if (value := getattr(requested, name))
         }
-        request.send(self.response(*outputs, **asked.parameters, **fields), final=True)
+        request.send(self.response(*outputs, **requested.parameters, **fields), final=True)
 
 
 class Text(LoadedBackend):

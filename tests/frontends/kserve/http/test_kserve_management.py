@@ -115,7 +115,7 @@ async def test_unknown_paths(client) -> None:
 
 
 async def test_tritonclient(client) -> None:
-    def talk() -> dict[str, Any]:
+    def exchange() -> dict[str, Any]:
         with triton.InferenceServerClient(f"127.0.0.1:{client.port}") as server:
             assert server.is_server_live() and server.is_server_ready() and server.is_model_ready("text")
             assert not server.is_model_ready("nobody")
@@ -131,7 +131,7 @@ async def test_tritonclient(client) -> None:
                 "stats": server.get_inference_statistics(),
             }
 
-    found = await asyncio.to_thread(talk)
+    found = await asyncio.to_thread(exchange)
     assert found["model"]["name"] == found["config"]["name"] == "text"
     assert len(found["index"]) > 3 and found["stats"]["model_stats"]
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from neso.frontends.openai.tensor_models.response_text import OutputText
 
 
-def read(answer: OutputText, *parts: str | bytes) -> list[str]:
+def read(response: OutputText, *parts: str | bytes) -> list[str]:
     """Return the text that each part adds, and the remaining text at the end."""
-    texts = [answer.add(part if isinstance(part, bytes) else part.encode()) for part in parts]
-    return [*texts, answer.finish()]
+    texts = [response.add(part if isinstance(part, bytes) else part.encode()) for part in parts]
+    return [*texts, response.finish()]
 
 
 def test_character_split_over_responses() -> None:
@@ -42,9 +42,9 @@ def test_accumulated_text() -> None:
 
 
 def test_stop_string() -> None:
-    answer = OutputText(["END"])
-    assert read(answer, "one E", "ND two", "three") == ["one ", "", "", ""]
-    assert answer.stop_reason == "END"
+    response = OutputText(["END"])
+    assert read(response, "one E", "ND two", "three") == ["one ", "", "", ""]
+    assert response.stop_reason == "END"
     assert read(OutputText(["END"], include_stop=True), "one END") == ["one END", ""]
 
 

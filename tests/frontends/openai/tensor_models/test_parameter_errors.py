@@ -12,7 +12,7 @@ GUIDE = SamplingParams(guided_decoding=GuidedDecoding(regex="(", source_field="r
 
 
 @pytest.mark.parametrize(
-    ("message", "sampling", "field", "told"),
+    ("message", "sampling", "field", "reported"),
     [
         ("in ensemble 'e', guided_decoding_guide: no regex", GUIDE, "response_format", "no regex"),
         ("guided_decoding_guide_type: what?", GUIDE, "response_format", "what?"),
@@ -22,10 +22,12 @@ GUIDE = SamplingParams(guided_decoding=GuidedDecoding(regex="(", source_field="r
         ("stop_words: too many", SamplingParams(), "stop", "too many"),
     ],
 )
-def test_error_names_the_request_field(message: str, sampling: SamplingParams, field: str, told: str) -> None:
+def test_error_names_the_request_field(
+    message: str, sampling: SamplingParams, field: str, reported: str
+) -> None:
     error = to_parameter_error(InvalidArgument(message), sampling)
     assert isinstance(error, InvalidParameter)
-    assert (error.field, error.message) == (field, told)
+    assert (error.field, error.message) == (field, reported)
 
 
 @pytest.mark.parametrize(

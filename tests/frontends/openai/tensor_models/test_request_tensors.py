@@ -245,13 +245,13 @@ def test_optional_outputs_are_requested_if_available() -> None:
     output { name: "context_logits" data_type: TYPE_FP32 dims: [ -1 ] }
     """
 
-    def wanted(more: str) -> set[str]:
+    def expected(more: str) -> set[str]:
         made = signature(outputs + more)
         inputs = request_tensors(made, GenerationRequest("a"), "a", SamplingParams(), stream=False)
         return set(requested_outputs(made, inputs))
 
-    assert wanted("") == {"text_output", "finish_reason"}
-    assert wanted(declared("return_num_output_tokens", "BOOL")) == {
+    assert expected("") == {"text_output", "finish_reason"}
+    assert expected(declared("return_num_output_tokens", "BOOL")) == {
         "text_output",
         "finish_reason",
         "num_output_tokens",

@@ -13,15 +13,15 @@ IDS = TEXT.encode(WORDS, add_special_tokens=False)
 NUMBERS = [-0.5 * (i + 1) for i in range(len(IDS))]
 
 
-def told(entries: list[TokenLogprobs]) -> list[tuple[int, str, float]]:
+def logprobs_of(entries: list[TokenLogprobs]) -> list[tuple[int, str, float]]:
     return [(entry.token_id, entry.token, entry.logprob) for entry in entries]
 
 
 def test_whole_text() -> None:
     expected = [(token, TEXT.decode([token]), number) for token, number in zip(IDS, NUMBERS, strict=True)]
     assert len(IDS) > 1
-    assert told(TextLogprobs(TEXT).add(WORDS, NUMBERS)) == expected
-    assert told(TextLogprobs(TEXT).add(WORDS, [*NUMBERS, -9.0])) == expected  # and an end token
+    assert logprobs_of(TextLogprobs(TEXT).add(WORDS, NUMBERS)) == expected
+    assert logprobs_of(TextLogprobs(TEXT).add(WORDS, [*NUMBERS, -9.0])) == expected  # and an end token
 
 
 def test_token_by_token() -> None:
@@ -31,7 +31,7 @@ def test_token_by_token() -> None:
         for token, number in zip(IDS, NUMBERS, strict=True)
         for entry in pieces.add(TEXT.decode([token]), [number])
     ]
-    assert told(entries) == told(TextLogprobs(TEXT).add(WORDS, NUMBERS))
+    assert logprobs_of(entries) == logprobs_of(TextLogprobs(TEXT).add(WORDS, NUMBERS))
 
 
 def test_character_of_several_tokens() -> None:
@@ -43,5 +43,5 @@ def test_character_of_several_tokens() -> None:
 
 
 def test_mismatch_counts_as_one_token() -> None:
-    assert told(TextLogprobs(TEXT).add(WORDS, [-1.0])) == [(-1, WORDS, -1.0)]
-    assert told(TextLogprobs(None).add(WORDS, [-1.0, -2.0])) == [(-1, WORDS, -3.0)]
+    assert logprobs_of(TextLogprobs(TEXT).add(WORDS, [-1.0])) == [(-1, WORDS, -1.0)]
+    assert logprobs_of(TextLogprobs(None).add(WORDS, [-1.0, -2.0])) == [(-1, WORDS, -3.0)]
