@@ -40,7 +40,7 @@ class Route(NamedTuple):
 
 
 def routes(service: KServeService, max_input_size: int) -> Iterator[Route]:
-    """Return all routes. `max_input_size`: bytes of a decompressed request body."""
+    """Yield all routes. `max_input_size`: bytes of a decompressed request body."""
     handlers = HttpHandlers(service)
     infer, generate = InferEndpoint(service, max_input_size), GenerateEndpoint(service)
     yield Route("GET", "/v2", "metadata", handlers.server_metadata)

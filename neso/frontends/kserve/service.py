@@ -123,9 +123,7 @@ class KServeService:
         on_response: Callable[[InferenceResponse], None],
     ) -> ResponseStream:
         """Submit a request and call `on_response` with its only response. `ResponseStream.cancel` cancels it."""
-        if self._header_forwarding is not None:
-            request.parameters.update(self._header_forwarding.parameters(headers()))
-        request.trace = trace
+        self.prepare(request, headers, trace)
         stream = model.submit(request)
         stream.consume(SingleResponse(on_response))
         return stream

@@ -115,7 +115,7 @@ def operation(method: str, *paths: str, tag: str, **declaration: Any) -> Callabl
 
 
 def operations_of(resource: type) -> Iterator[tuple[str, Operation]]:
-    """Return the names of a class's handlers and their operations, in the order of definition."""
+    """Yield the names of a class's handlers and their operations, in the order of definition."""
     for name, member in vars(resource).items():
         if (declared := getattr(member, "operation", None)) is not None:
             yield name, declared

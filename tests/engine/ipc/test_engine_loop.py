@@ -28,7 +28,7 @@ from neso.generation import FinishReason, LoraRequest
 
 @pytest.fixture
 def loop():
-    """Return (core, server end of the socket)."""
+    """Yield (core, server end of the socket)."""
     context = zmq.Context()
     ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     ours.bind("inproc://loop")

@@ -11,19 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
-from kserve_http_backends import BACKENDS, CONFIGS, Wait
+from kserve_backends import Wait
+from kserve_http_backends import BACKENDS, CONFIGS
 
 from neso.frontends.frontend_options import HttpOptions
 from neso.frontends.kserve.http_frontend import KServeHttp
 from neso.server import backend
 from neso.server.core import Core
 from neso.server.options import ModelControlMode, ServerOptions
-
-
-def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
-    """The server's event loop."""
-    return {"uvloop": uvloop.new_event_loop}
 
 
 @dataclass

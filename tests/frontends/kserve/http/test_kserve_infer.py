@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 from eventually import until
-from kserve_http_backends import Wait
+from kserve_backends import Wait
 
 from neso.frontends.kserve.http_frontend import KServeHttp
 from neso.server.tensor import DataType
