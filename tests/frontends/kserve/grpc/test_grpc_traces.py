@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import grpc
 import pytest
 from kserve_grpc_requests import one_input, repeat_request
+from trace_reader import check_order
 from tritonclient.grpc import service_pb2
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "server" / "tracing"))
-
-from trace_reader import ReadTrace, check_order, read_traces
-
-from neso.server.tracing import TraceConfig, Tracing
-
 FRONTEND = {"GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END"}
-
-
-@pytest.fixture
-async def written(core, tmp_path):
-    """Trace every request. `await written()` stops tracing and returns the traces."""
-    settings = [f"triton,file={tmp_path}/trace.json", "rate=1", "level=TIMESTAMPS"]
-    tracing = core.tracing = Tracing(TraceConfig.parse(settings))
-
-    async def written() -> list[ReadTrace]:
-        await tracing.close()
-        path = tmp_path / "trace.json"
-        return read_traces(path) if path.exists() else []
-
-    return written
 
 
 def identity(request_id: str, data: bytes) -> service_pb2.ModelInferRequest:

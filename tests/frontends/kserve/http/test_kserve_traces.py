@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "server" / "tracing"))
-
-from trace_reader import ReadTrace, check_order, read_traces
-
-from neso.server.tracing import TraceConfig, Tracing
+from trace_reader import check_order
 
 FRONTEND = (
     "HTTP_RECV_START",
@@ -20,20 +12,6 @@ FRONTEND = (
     "HTTP_SEND_START",
     "HTTP_SEND_END",
 )
-
-
-@pytest.fixture
-async def written(core, tmp_path):
-    """Trace every request. `await written()` stops tracing and returns the traces."""
-    settings = [f"triton,file={tmp_path}/trace.json", "rate=1", "level=TIMESTAMPS"]
-    tracing = core.tracing = Tracing(TraceConfig.parse(settings))
-
-    async def written() -> list[ReadTrace]:
-        await tracing.close()
-        path = tmp_path / "trace.json"
-        return read_traces(path) if path.exists() else []
-
-    return written
 
 
 INFER = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 2, 1], "data": [1, 2]}]}
