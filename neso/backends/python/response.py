@@ -117,11 +117,10 @@ class ModelOutputs:
 
     def convert(self, response: InferenceResponse) -> ServerResponse:
         """Convert to the server's response. Undeclared outputs are dropped, as in Triton."""
-        error = response.error()
-        if error is not None:
-            return ServerResponse("", "", error=error.to_server(), parameters=response._parameters)
+        if response._error is not None:
+            return ServerResponse("", "", error=response._error.to_server(), parameters=response._parameters)
         outputs = []
-        for tensor in response.output_tensors():
+        for tensor in response._output_tensors:
             expected = self.datatypes.get(tensor.name())
             if expected is not None:
                 output = tensor.to_server()
@@ -158,10 +157,6 @@ class Responder:
         self._outputs = outputs
         self._held: ServerResponse | None = None
 
-    @property
-    def cancelled(self) -> bool:
-        return self.stream.request.cancelled
-
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
         """Send a response, the final flag, or both. If not decoupled, the response is buffered until the final flag.
 
@@ -183,10 +178,9 @@ class Responder:
                 return
         self.closed = final
         if converted is None:
-            self._post(ServerResponse("", "", final=True))
-        else:
-            converted.final = final
-            self._post(converted)
+            converted = ServerResponse("", "")
+        converted.final = final
+        self._outputs.post(self.stream, converted)
 
     def set_reschedule(self, reschedule: bool) -> None:
         """Set whether to execute the request again. Raises `TritonModelException` if not supported."""
@@ -207,10 +201,7 @@ class Responder:
         """Fail the request, unless it has ended."""
         if not self.closed:
             self.closed = True
-            self._post(ServerResponse("", "", error=error, final=True))
-
-    def _post(self, response: ServerResponse) -> None:
-        self._outputs.post(self.stream, response)
+            self._outputs.post(self.stream, ServerResponse("", "", error=error, final=True))
 
     def __del__(self) -> None:
         if not self.closed and not self._released:
@@ -243,4 +234,4 @@ class ResponseSender:
 
     def is_cancelled(self) -> bool:
         """Return whether the request was cancelled."""
-        return self._responder.cancelled
+        return self._responder.stream.request.cancelled

@@ -152,15 +152,13 @@ class InstanceThread:
         self._executor = executor
         # A daemon thread: a model that never returns must not keep the server from exiting.
         self._thread = threading.Thread(target=self._run, name=f"model-{name}", daemon=True)
+        self.alive = False
 
     def start(self) -> None:
         for future in (self.started, self.ended):
             future.set_running_or_notify_cancel()  # make them uncancellable
+        self.alive = True
         self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
 
     def _run(self) -> None:
         model: TensorModel | None = None
@@ -177,6 +175,7 @@ class InstanceThread:
                 del work  # do not keep the requests alive while waiting
         finally:
             self._unload(model)
+            self.alive = False
             self.ended.set_result(None)
 
     def _server_error(self, error: BaseException) -> ServerError:

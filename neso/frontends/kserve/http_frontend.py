@@ -28,6 +28,7 @@ from neso.server.errors import ServerError
 
 _MODEL_PREFIXES = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:digits}")
 _REPOSITORY_PREFIXES = ("/v2/repository", "/v2/repository/{repository}")
+_RESPONSES = (Response, PendingResponse)
 
 
 class Route(NamedTuple):
@@ -146,7 +147,7 @@ class KServeHttp:
             result = self._router(request)
         except ServerError as error:
             return error_to_response(error)
-        return result if isinstance(result, Response | PendingResponse) else _catch_server_error(result)
+        return result if isinstance(result, _RESPONSES) else _catch_server_error(result)
 
 
 async def _catch_server_error(result: Awaitable[HandlerResult]) -> HandlerResult:

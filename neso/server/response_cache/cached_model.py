@@ -194,7 +194,7 @@ class RemoteCachedModel(CachedModel[str]):
 
     def _take(self, stream: ResponseStream) -> bool:
         self._begin(self._look_up(stream))
-        stream.fail_on_cancel_while_queued()
+        stream.request.on_cancel(stream.fail_if_queued)
         return True
 
     async def _look_up(self, stream: ResponseStream) -> None:

@@ -155,7 +155,7 @@ class DynamicBatcher:
             return
         if self._order is not None:
             self._order.add(stream)
-        stream.fail_on_cancel_while_queued()
+        stream.request.on_cancel(stream.fail_if_queued)
         self._schedule()
 
     def close(self) -> list[ResponseStream]:

@@ -85,7 +85,7 @@ class SequenceBatcher:
         sequence.ended = stream.request.sequence_end
         sequence.waiting.append(stream)
         self._idle.pop(sequence, None)
-        stream.fail_on_cancel_while_queued()
+        stream.request.on_cancel(stream.fail_if_queued)
         if self._iterative_ids is not None:
             sequence.ended = True
             stream.request.on_cancel(partial(self._cancel_between_iterations, stream, sequence))
