@@ -8,7 +8,12 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.server.config.model_config import check_config, complete_config, differ_in_instances_only
+from neso.server.config.model_config import (
+    check_config,
+    complete_config,
+    differ_in_instances_only,
+    string_parameter,
+)
 from neso.server.errors import InvalidArgument
 
 
@@ -70,3 +75,12 @@ def test_backend_inference_errors(tmp_path: Path, config: str, reason: str) -> N
 )
 def test_instance_group_differences(other: str, same: bool) -> None:
     assert differ_in_instances_only(parse("name: 'm'"), parse("name: 'm' " + other)) is same
+
+
+def test_reading_a_parameter_does_not_insert_it() -> None:
+    config = ModelConfig()
+    config.parameters["given"].string_value = "1"
+    assert string_parameter(config, "given") == "1"
+    assert string_parameter(config, "missing") == ""
+    assert string_parameter(config, "missing", "auto") == "auto"
+    assert list(config.parameters) == ["given"]
