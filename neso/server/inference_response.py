@@ -28,7 +28,7 @@ class InferenceResponse:
     - outputs: tensors
     - result: output of a text-generation or pooling request
     - error: if set, the outputs are not valid
-    - made: creation time in ns of the monotonic clock
+    - created_ns: creation time in ns of the monotonic clock
     """
 
     model_name: str
@@ -38,7 +38,7 @@ class InferenceResponse:
     parameters: dict[str, ParameterValue] = field(default_factory=dict)
     error: ServerError | None = None
     final: bool = False
-    made: int = field(default_factory=time.monotonic_ns)
+    created_ns: int = field(default_factory=time.monotonic_ns)
     result: GenerationOutput | PooledOutput | None = None
 
     @property

@@ -307,7 +307,7 @@ class Model:
             stream.failure = _reason(response.error, request)
         if self.decoupled:
             outcome = _outcome(response, request)
-            self.statistics.responses.record(stream.timeline, response.made, outcome)
+            self.statistics.responses.record(stream.timeline, response.created_ns, outcome)
         if stream.trace is not None:
             stream.trace.observe(stream.timeline, response, request.inputs)
         if response.final:
@@ -315,9 +315,9 @@ class Model:
             self._remove(stream)
 
     def _shape_outputs(self, request: InferenceRequest, response: InferenceResponse) -> None:
-        wanted = request.requested_outputs
-        if wanted:
-            response.outputs = [tensor for tensor in response.outputs if tensor.name in wanted]
+        requested = request.requested_outputs
+        if requested:
+            response.outputs = [tensor for tensor in response.outputs if tensor.name in requested]
         try:
             response.outputs = self.signature.restore(response.outputs)
             if request.classification:

@@ -105,5 +105,5 @@ def test_redis_restart_fails_no_request(serve, redis):
         assert send_request(server, 100) == 200
         assert server.gauge("nv_cache_num_hits_per_model") == before + 1
         assert server.stop() == 0
-        assert server.output.count("does not answer, responses are not cached") == 1
-        assert server.output.count("answers again") == 1
+        assert server.output.count("does not respond, responses are not cached") == 1
+        assert server.output.count("responds again") == 1

@@ -155,9 +155,9 @@ class VllmBackend(Backend):
     # -- tensor requests ----------------------------------------------------------------------------------------
 
     def submit(self, request: ResponseStream) -> None:
-        self.request_tasks.start(request, self._answer(request))
+        self.request_tasks.start(request, self._respond(request))
 
-    async def _answer(self, stream: ResponseStream) -> None:
+    async def _respond(self, stream: ResponseStream) -> None:
         """Process one request. Errors are sent as a response."""
         stream.timeline.response_start = stream.timeline.queue_start
         try:
@@ -224,7 +224,7 @@ class VllmBackend(Backend):
         )
         stream.timeline.compute_start = stream.timeline.compute_start or time.monotonic_ns()
         values = vector_of(output).tolist()
-        tensors = embedding_tensors(values, len(output.prompt_token_ids), request.wanted)
+        tensors = embedding_tensors(values, len(output.prompt_token_ids), request.requested)
         self._send(stream, tensors, final=True)
 
     def _send(self, stream: ResponseStream, tensors: list[Tensor], *, final: bool) -> None:

@@ -150,13 +150,15 @@ async def _run_traced(endpoint: AsyncEndpoint, request: Request, trace: Trace) -
 
 def load_headers(request: Request, service: KServeService) -> Headers:
     """Return a header with the server's load for load balancers, if requested and a model has a KV cache."""
-    wanted = request.headers.get(LOAD_FORMAT)
-    if wanted is None:
+    load_format = request.headers.get(LOAD_FORMAT)
+    if load_format is None:
         return ()
-    load_format = wanted.lower()
+    load_format = load_format.lower()
     load = service.kv_cache_load() if load_format in (b"text", b"json") else None
     if load is None:
-        logger.debug("no %s header: unknown format %r, or no model has a KV cache", _LOAD_METRICS, wanted)
+        logger.debug(
+            "no %s header: unknown format %r, or no model has a KV cache", _LOAD_METRICS, load_format
+        )
         return ()
     utilization, capacity = load
     if load_format == b"json":

@@ -175,13 +175,13 @@ class Server:
             raise Unavailable("the server is not running")
         return self.core
 
-    def call(self, ask: Callable[[Core], Result]) -> Result:
-        """Run `ask(core)` on the server's loop and wait for its result."""
+    def call(self, function: Callable[[Core], Result]) -> Result:
+        """Run `function(core)` on the server's loop and wait for its result."""
 
-        async def asked() -> Result:
-            return ask(self.core)
+        async def run() -> Result:
+            return function(self.core)
 
-        return self.wait_for(asked())
+        return self.wait_for(run())
 
     def wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the server's loop and wait for it. Raises `Unavailable` if the server has stopped."""

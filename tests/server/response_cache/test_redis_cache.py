@@ -129,9 +129,9 @@ async def test_a_restart_of_redis_causes_only_misses(serve, process, caplog, mon
     lines = [record.message for record in caplog.records if "Redis" in record.message]
     assert len(lines) == 2
     assert lines[0].startswith(
-        f"Redis at 127.0.0.1:{process.port} does not answer, responses are not cached: "
+        f"Redis at 127.0.0.1:{process.port} does not respond, responses are not cached: "
     )
-    assert lines[1] == f"Redis at 127.0.0.1:{process.port} answers again"
+    assert lines[1] == f"Redis at 127.0.0.1:{process.port} responds again"
     assert model.in_flight_count == 0 and model.statistics.fail.count == 0
 
 
