@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_engine import expected_tokens, make_core, make_request, run
-from test_drafts import Guesser
+from test_drafts import RandomProposer
 
 from neso.engine.beams.addon import BeamSearchAddon
 from neso.generation import FinishReason
@@ -112,7 +112,7 @@ def test_an_exception_in_add_ends_the_request(monkeypatch):
 
 @pytest.mark.parametrize("method", ["propose", "complete", "observe"])
 def test_a_failing_proposer_fails_no_request(monkeypatch, method):
-    proposer = Guesser(1.0)
+    proposer = RandomProposer(1.0)
     core = make_core(proposer=proposer)
     for i in range(3):
         core.add(make_request(str(i), [i], 10 + i))

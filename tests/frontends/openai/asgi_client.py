@@ -11,7 +11,7 @@ import orjson
 
 
 @dataclass
-class Answer:
+class AsgiResponse:
     """The application's response."""
 
     status: int = 0
@@ -41,10 +41,10 @@ class AsgiClient:
     def __init__(self, app: Any) -> None:
         self._app = app
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> AsgiResponse:
         return await self.request("GET", path, b"")
 
-    async def post(self, path: str, body: Any, **options: Any) -> Answer:
+    async def post(self, path: str, body: Any, **options: Any) -> AsgiResponse:
         return await self.request("POST", path, json.dumps(body).encode(), **options)
 
     async def request(
@@ -54,8 +54,8 @@ class AsgiClient:
         *body: bytes,
         headers: tuple[tuple[bytes, bytes], ...] = (),
         disconnect_after: int | None = None,
-    ) -> Answer:
-        response = Answer()
+    ) -> AsgiResponse:
+        response = AsgiResponse()
         pending = list(body)
         disconnected = asyncio.Event()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asgi_client import Answer, AsgiClient
+from asgi_client import AsgiClient, AsgiResponse
 from scripted_model import ScriptedBackend, ScriptedModel
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
@@ -28,7 +28,7 @@ ASK = {"model": "scripted", "prompt": "a"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def check(response: Answer, status: int, param: str | None = None, code: str | None = None) -> str:
+def check(response: AsgiResponse, status: int, param: str | None = None, code: str | None = None) -> str:
     """Return the message of an error after checking its status and type."""
     assert response.status == status, response.body
     assert response.complete

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from asgi_client import Answer, AsgiClient
+from asgi_client import AsgiClient, AsgiResponse
 from scripted_model import ScriptedModel
 from starlette.applications import Starlette
 
@@ -26,7 +26,7 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": "scripted", "input": "hi", **fields}
 
 
-def sent_events(response: Answer) -> list[dict[str, Any]]:
+def sent_events(response: AsgiResponse) -> list[dict[str, Any]]:
     """Return the events of a stream; check that each event's name is its type."""
     events = []
     for block in response.body.decode().split("\n\n")[:-1]:

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from asgi_client import Answer, AsgiClient
+from asgi_client import AsgiClient, AsgiResponse
 
 from neso.frontends.openai import OpenAIOptions, create_app
 from neso.frontends.openai.access import AccessOptions, ApiKeys, Quota
@@ -28,7 +28,7 @@ def client_of(core: Core, **access: Any) -> AsgiClient:
     return AsgiClient(create_app(core, OpenAIOptions(access=AccessOptions(**access))))
 
 
-async def send_request(client: AsgiClient, key: str = "", **headers: str) -> Answer:
+async def send_request(client: AsgiClient, key: str = "", **headers: str) -> AsgiResponse:
     if key:
         headers["authorization"] = f"Bearer {key}"
     pairs = tuple((name.replace("_", "-").encode(), value.encode()) for name, value in headers.items())
