@@ -110,7 +110,7 @@ async def test_unknown_models_and_versions(repository, start_core):
             )
             for file in ("../config.pbtxt", "/etc/hostname")
         ),
-        ("version_policy { specific { versions: [4] } }", "wanted 4, found 1"),
+        ("version_policy { specific { versions: [4] } }", "requested 4, found 1"),
         (
             "input { name: 'A' data_type: TYPE_INT8 dims: [4] reshape { shape: [3] } }",
             "different size for dims and reshape",
