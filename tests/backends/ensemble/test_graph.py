@@ -39,7 +39,7 @@ def test_steps_for_outputs() -> None:
     ("steps", "message"),
     [
         ([], "must specify 'step'"),
-        (["m: B -> Z"], "tensor 'B', which step 0 .'m'. reads, is no input"),
+        (["m: B -> Z"], "tensor 'B', which step 0 .'m'. reads, is neither an input"),
         (["m: A -> B"], "no step produces the output 'Z'"),
         (["m: A -> Z", "n: A -> Z"], "'Z' can have only one producer"),
         (["m: A -> Z A"], "'A' can have only one producer"),
