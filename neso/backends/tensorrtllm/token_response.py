@@ -152,7 +152,7 @@ class RowResponses:
         if self._last_tokens is not None:
             tensors.append(self._preceding(indices.start, pending[0]))
         if self._request.requested:
-            tensors += self._requested_outputs(pending, ends)
+            tensors += self._requested_outputs(pending)
         if self._row is not None:
             tensors.append(self._format.scalar("batch_index", DataType.INT32, self._row))
         if self._request.num_responses > 1:
@@ -178,7 +178,7 @@ class RowResponses:
         self._last_tokens[index] = (preceding + pending.tokens)[-NUM_PRECEDING:]
         return self._format.tensor("preceding_ids", DataType.INT32, np.array(preceding, np.int32))
 
-    def _requested_outputs(self, pending: list[_PendingOutput], ends: bool) -> list[Tensor]:
+    def _requested_outputs(self, pending: list[_PendingOutput]) -> list[Tensor]:
         """Return the outputs requested by inputs `return_<name>`."""
         requested, format = self._request.requested, self._format
         tensors = []
@@ -200,12 +200,12 @@ class RowResponses:
         if "num_output_tokens" in requested:
             count = sum(len(sequence.tokens) for sequence in pending)
             tensors.append(format.scalar("num_output_tokens", DataType.INT32, count))
-        if ends and requested & {"perf_metrics", "kv_cache_reuse_stats"}:
+        if requested & {"perf_metrics", "kv_cache_reuse_stats"}:
             tensors += self._performance()
         return tensors
 
     def _performance(self) -> list[Tensor]:
-        """Return KV-cache blocks, times in ns of the monotonic clock, and draft token acceptance."""
+        """Return KV-cache blocks, times in ns of the monotonic clock, and draft token acceptance, as of now."""
         usage, size = self._usage, self._format.block_size
         blocks = -(-(usage.prompt_tokens + usage.completion_tokens) // size)
         reused = usage.cached_tokens // size
