@@ -6,6 +6,7 @@ import json
 import warnings
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 from neso.server.cache_options import CacheConfig
@@ -146,7 +147,7 @@ class Options:
     gpu_metrics: bool = True
     cpu_metrics: bool = True
     metrics_interval: int = 2000
-    backend_directory: str = field(default="/opt/tritonserver/backends", metadata=_IGNORED)
+    backend_directory: str = "/opt/tritonserver/backends"
     repo_agent_directory: str = field(default="/opt/tritonserver/repoagents", metadata=_IGNORED)
     model_load_device_limits: list[ModelLoadDeviceLimit] = field(default_factory=list, metadata=_IGNORED)
     backend_configuration: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -187,6 +188,7 @@ class Options:
             model_load_thread_count=self.model_load_thread_count,
             model_load_retry_count=self.model_load_retry_count,
             model_namespacing=self.model_namespacing,
+            backend_directory=Path(self.backend_directory),
             metrics=self._metrics(),
             repository_poll_secs=0,  # polled by poll_model_repository()
         )

@@ -133,6 +133,8 @@ class RateLimiter:
     def __init__(self, limits: tuple[ResourceLimit, ...] = ()) -> None:
         self._resources = Resources(limits)
         self._waiting: dict[_Instance, LimitedInstances] = {}  # in order of request
+        # Models whose executions have ended since the last grants, in this order.
+        self._released: dict[LimitedInstances, None] = {}
         self._turn = 0
         self._dispatcher = Dispatcher(self._grant)
 
@@ -151,6 +153,11 @@ class RateLimiter:
         return limited
 
     def _grant(self) -> None:
+        # The models whose executions have ended come first if they have more requests. Otherwise a waiting instance
+        # would always be next, whatever its turn.
+        released, self._released = self._released, {}
+        for owner in released:
+            owner.on_release()
         kept: set[ResourceKey] = set()
         for instance in sorted(self._waiting, key=lambda instance: instance.turn):
             if kept.isdisjoint(instance.needs) and self._resources.fits(instance.needs):
@@ -173,17 +180,20 @@ class RateLimiter:
         instance.turn += instance.priority
         instance.state = _State.EXECUTING
 
-    def _end(self, instance: _Instance) -> None:
+    def _end(self, instance: _Instance, owner: LimitedInstances) -> None:
         """End an execution, or the wait for an execution."""
         if instance.state is _State.WAITING:
             del self._waiting[instance]
         elif instance.state is not _State.IDLE:
             self._resources.release(instance.needs)
+        if instance.state is _State.EXECUTING:
+            self._released[owner] = None
         instance.state = _State.IDLE
         self._dispatcher.wake()  # this also removes its reservation
 
     def _remove(self, owner: LimitedInstances) -> None:
         self._resources.remove(owner)
+        self._released.pop(owner, None)
         self._dispatcher.wake()
 
 
@@ -191,10 +201,13 @@ class LimitedInstances:
     """The instances of one model, by index, used by the scheduler of the model.
 
     `on_grant` is called when a requested instance can start; the scheduler then calls `acquire` or `cancel`.
+    `on_release` is called after executions have ended, before other instances are granted; the scheduler then calls
+    `acquire` for its next execution, if any.
     """
 
     def __init__(self, limiter: RateLimiter, instances: list[_Instance]) -> None:
         self.on_grant: Callable[[], None] = lambda: None
+        self.on_release: Callable[[], None] = lambda: None
         self._limiter = limiter
         self._instances = instances
 
@@ -217,7 +230,7 @@ class LimitedInstances:
     def cancel(self, number: int) -> None:
         """Cancel the request for this instance."""
         if self._instances[number].state in (_State.WAITING, _State.GRANTED):
-            self._limiter._end(self._instances[number])
+            self._limiter._end(self._instances[number], self)
 
     def cancel_all(self) -> None:
         """Cancel all requests for instances."""
@@ -227,11 +240,11 @@ class LimitedInstances:
     def release(self, number: int) -> None:
         """End an execution."""
         if self._instances[number].state is _State.EXECUTING:
-            self._limiter._end(self._instances[number])
+            self._limiter._end(self._instances[number], self)
 
     def close(self) -> None:
         """Release all resources when the model is unloaded. Idempotent."""
         for instance in self._instances:
             if instance.state is not _State.IDLE:
-                self._limiter._end(instance)
+                self._limiter._end(instance, self)
         self._limiter._remove(self)
