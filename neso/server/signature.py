@@ -16,6 +16,9 @@ from neso.server.metadata import TensorMetadata
 from neso.server.repository.names import stays_inside
 from neso.server.tensor import DataType, Tensor, element_count
 
+MAX_CLASSES = 1_000_000
+"""Maximum number of elements of a batch entry of a classified output, as in Triton."""
+
 
 class Classifier:
     """Converts outputs of one model version to classification results."""
@@ -44,6 +47,8 @@ class Classifier:
         check_datatype(tensor.datatype)
         batch = tensor.shape[:1] if self._batched else ()
         size = element_count(tensor.shape[len(batch) :])
+        if size > MAX_CLASSES:
+            raise InvalidArgument("classification output tensor too large")
         count = min(count, size)
         labels = self._labels.get(tensor.name, [])
         rows = batch[0] if batch else 1
@@ -180,9 +185,12 @@ class Signature:
         inputs, specs = request.inputs, self.inputs
         if request.classification:
             return 0
-        for name in request.requested_outputs:
+        requested = request.requested_outputs
+        for name in requested:
             if name not in self.outputs:
                 return 0
+        if len(requested) > 1 and len(set(requested)) < len(requested):
+            return 0
         first = 1 if self.max_batch_size else 0
         batch_size, required = 0, 0
         for name, tensor in inputs.items():
@@ -235,7 +243,11 @@ class Signature:
         return restored
 
     def _check_names(self, request: InferenceRequest) -> None:
+        requested: set[str] = set()
         for name in request.requested_outputs:
+            if name in requested:
+                raise InvalidArgument(f"output '{name}' already exists in request")
+            requested.add(name)
             if name not in self.outputs:
                 raise InvalidArgument(f"unexpected inference output '{name}' for model '{self.model}'")
         for name in request.classification:

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 
 
 class EnsembleBackend(Backend):
-    """Executes an ensemble. It is ready while the models of its steps are ready."""
+    """Executes an ensemble. It is ready while the models of its steps are ready.
+
+    It is decoupled if a step is: as in Triton, its own transaction policy has no effect.
+    """
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._graph = EnsembleGraph(context.config)
-        self._decoupled = bool(context.config.model_transaction_policy.decoupled)
+        self._decoupled = False
 
     async def load(self) -> None:
         """Load the models of the steps that are not loaded, and check the tensor mappings. Raises `InvalidArgument`."""
@@ -34,6 +37,10 @@ class EnsembleBackend(Backend):
                 ) from None
         for step in self._graph.steps:
             self._check_step(step.index)
+        self._decoupled = any(
+            self._find_model(step.model, step.version).decoupled for step in self._graph.steps
+        )
+        self.context.config.model_transaction_policy.decoupled = self._decoupled
 
     def submit(self, request: ResponseStream) -> None:
         EnsembleRun(self._graph, request, self._find_model, self._decoupled).start()
@@ -67,7 +74,3 @@ class EnsembleBackend(Backend):
         required = {name for name, spec in model.signature.inputs.items() if not spec.optional}
         for name in sorted(required - step.inputs.keys()):
             raise InvalidArgument(f"{where} needs the input '{name}', which is not in the input_map")
-        if model.decoupled and not self._decoupled:
-            raise InvalidArgument(
-                f"{where} is decoupled; the ensemble must have model_transaction_policy {{ decoupled: true }} as well"
-            )

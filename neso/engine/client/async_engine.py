@@ -69,7 +69,7 @@ class AsyncEngine(EngineClient):
             event = await channel.receive_first()
             if not isinstance(event, EngineInfo):
                 raise EngineError(event.message if isinstance(event, LoadFailed) else f"unexpected {event}")
-            images = open_image_prompt(config.model, event.vision)
+            images = open_image_prompt(config.model, event.vision, config.max_image_pixels)
         except BaseException as error:
             # Kill the engine without a grace period: an engine that is still loading does not read commands.
             await channel.close(timeout=0)

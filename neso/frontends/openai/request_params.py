@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -18,6 +19,7 @@ from neso.generation import (
     SamplingDefaults,
     SamplingParams,
     TokenizerLike,
+    cut_text,
     encode_text,
 )
 from neso.generation.guided_decoding import NAMES, read_guided_decoding
@@ -181,10 +183,12 @@ async def truncate_prompt(
             "truncate_prompt_tokens",
             f"'truncate_prompt_tokens' must be -1 or from 1 to {max_model_len - 1}, got {num_tokens}.",
         )
-    ids = prompt
-    if isinstance(prompt, str):
-        ids = await encode_text(tokenizer, prompt, add_special_tokens=add_special_tokens)
-    return ids[-(max_model_len - 1 if num_tokens < 0 else num_tokens) :]
+    kept = max_model_len - 1 if num_tokens < 0 else num_tokens
+    if not isinstance(prompt, str):
+        return prompt[-kept:]
+    text, _ = await asyncio.to_thread(cut_text, tokenizer, prompt, kept, from_end=True)
+    ids = await encode_text(tokenizer, text, add_special_tokens=add_special_tokens)
+    return ids[-kept:]
 
 
 def generation_request(

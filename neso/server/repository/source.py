@@ -176,9 +176,18 @@ def _write_files(files: Mapping[str, bytes]) -> Scratch:
     return scratch
 
 
+_MAX_FILE_DEPTH = 64
+"""Maximum number of nested folders of a file in a load request."""
+
+
 def _write_file(root: Path, key: str, content: bytes) -> None:
     try:
-        path = (root / key.removeprefix("file:")).resolve()
+        name = key.removeprefix("file:")
+        if name.count("/") > _MAX_FILE_DEPTH:
+            raise InvalidArgument(
+                f"invalid file name '{key[:100]}', it has more than {_MAX_FILE_DEPTH} folders"
+            )
+        path = (root / name).resolve()
         if not path.is_relative_to(root) or path == root:
             raise InvalidArgument(f"invalid file name '{key}', it must stay inside the model's folder")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -265,6 +265,39 @@ async def test_steps_after_a_decoupled_step_run_per_response(server: Server) -> 
         await core.stop()
 
 
+@pytest.mark.parametrize("policy", ["", "model_transaction_policy { decoupled: false }"])
+async def test_ensemble_is_decoupled_if_a_step_is(server: Server, policy: str) -> None:
+    server.repository.add("repeat", REPEAT, REPEAT_TENSORS)
+    server.add_ensemble(step("repeat", {"COUNT": "COUNT"}, {"OUT": "OUT"}), tensors=REPEAT_TENSORS)
+    path = server.repository.path / "all" / "config.pbtxt"
+    path.write_text(path.read_text().replace("model_transaction_policy { decoupled: true }", policy))
+    model = (await server.start()).model("all")
+    assert model.decoupled and model.config.model_transaction_policy.decoupled
+    responses = await collect(ask(model, COUNT=np.array([3], np.int32)))
+    assert [response.output("OUT").array.tolist() for response in responses[:-1]] == [[0], [1], [2]]
+    assert responses[-1].flag_only
+
+
+async def test_ensemble_without_decoupled_steps_is_not_decoupled(server: Server) -> None:
+    server.add_ensemble(
+        step("plus1", {"IN": "IN"}, {"OUT": "OUT"}), extra="model_transaction_policy { decoupled: true }"
+    )
+    model = (await server.start()).model("all")
+    assert not model.decoupled and not model.config.model_transaction_policy.decoupled
+    (response,) = await collect(ask(model, IN=floats(1)))
+    assert response.final and response.output("OUT").array.tolist() == [2]
+
+
+async def test_output_listed_twice_is_one_output(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    twice = IDENTITY_TENSORS + 'output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }'
+    server.add_ensemble(step("plus1", {"IN": "IN"}, {"OUT": "OUT"}), tensors=twice)
+    model = (await server.start()).model("all")
+    assert [output.name for output in model.metadata().outputs] == ["OUT"]
+    assert "model 'all': its configuration lists output 'OUT' more than once" in caplog.text
+    (response,) = await collect(ask(model, IN=floats(1)))
+    assert [tensor.name for tensor in response.outputs] == ["OUT"]
+
+
 async def test_failing_step_fails_only_its_request(server: Server) -> None:
     server.add_ensemble(
         step("plus1", {"IN": "IN"}, {"OUT": "first"}), step("plus10", {"IN": "first"}, {"OUT": "OUT"})
