@@ -122,12 +122,13 @@ async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str
         started[name] = front_end
 
     app = None
+    limits = options.connections.limits()
     if options.openai is not None:
         app = await asyncio.to_thread(_openai_app, core, options)
     if options.http is not None:
         from neso.frontends.kserve.http_frontend import KServeHttp
 
-        http = KServeHttp(core, options.http)
+        http = KServeHttp(core, options.http, limits)
         if app is not None:
             for path in OPENAI_ON_HTTP:
                 http.mount(path, app)
@@ -135,13 +136,13 @@ async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str
     if options.grpc is not None:
         from neso.frontends.kserve.grpc_frontend import KServeGrpc
 
-        await start("grpc", KServeGrpc(core, options.grpc))
+        await start("grpc", KServeGrpc(core, options.grpc, limits))
     if options.metrics is not None:
         from neso.frontends.metrics import MetricsHttp
 
-        await start("metrics", MetricsHttp(core, options.metrics))
+        await start("metrics", MetricsHttp(core, options.metrics, limits))
     if app is not None and options.openai is not None:
-        await start("openai", AsgiServer(app, options.openai.server()))
+        await start("openai", AsgiServer(app, options.openai.server(), limits))
 
 
 def _openai_app(core: Core, options: ServeOptions) -> AsgiApp:
