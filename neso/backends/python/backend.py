@@ -22,6 +22,7 @@ from neso.backends.python.thread_instances import InstancePool, ThreadInstancePo
 from neso.server.backend import Backend
 from neso.server.config.model_config import config_to_dict
 from neso.server.errors import InvalidArgument, ServerError, Unavailable
+from neso.server.import_turn import IMPORT_SECONDS, import_turn
 from neso.server.inference_response import ResponseStream
 from neso.server.statistics import Timeline
 
@@ -156,7 +157,8 @@ def auto_complete(config: Any, directory: Path, path: Path, settings: PythonSett
 
 
 def _complete_in_thread(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    model_class = load_model_class(path, values["name"])
+    with import_turn.held(IMPORT_SECONDS):
+        model_class = load_model_class(path, values["name"])
     try:
         return complete_config(values, model_class)
     finally:
