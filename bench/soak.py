@@ -182,7 +182,9 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--workers", type=int, default=1, help="factor of the number of workers of each load")
-    parser.add_argument("--kill-secs", type=float, default=60.0, help="seconds between two kills of an engine")
+    parser.add_argument(
+        "--kill-secs", type=float, default=60.0, help="seconds between two kills of an engine"
+    )
     arguments = parse_arguments(parser, minutes=0.2, kill_secs=4.0)
     with tempfile.TemporaryDirectory(prefix="neso-soak-") as name:
         folder = Path(name)

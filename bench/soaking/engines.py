@@ -8,6 +8,7 @@ import signal
 import time
 
 import psutil
+
 from soaking.loads import Clients
 from soaking.models import GUEST_BLOCKS
 from soaking.server import SoakedServer

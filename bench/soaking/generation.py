@@ -11,9 +11,9 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-from soaking.loads import TIMEOUT, Clients, Load, expect
 from tritonclient.grpc import service_pb2
+
+from soaking.loads import TIMEOUT, Clients, Load, expect
 
 PROMPTS = tuple(f"What is paged attention? ({number})" for number in range(8))
 MAX_TOKENS = 24
@@ -147,25 +147,6 @@ async def _grpc_generate(clients: Clients) -> str:
     return _check(clients, clients.texts, prompt, text, "ModelStreamInfer")
 
 
-async def _grpc_unary_generate(clients: Clients) -> str:
-    prompt = clients.random.choice(PROMPTS)
-    request = service_pb2.ModelInferRequest(model_name="pilot")
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(
-        prompt.encode()
-    )
-    request.parameters["max_tokens"].int64_param = MAX_TOKENS
-    request.parameters["ignore_eos"].bool_param = True
-    request.parameters["temperature"].double_param = 0.0
-    try:
-        answer = await clients.grpc.ModelInfer(request, timeout=TIMEOUT)
-    except grpc.aio.AioRpcError as error:
-        expect(error.code() is grpc.StatusCode.UNAVAILABLE, f"ModelInfer: {error.code()} {error.details()}")
-        check_error(error.details() or "")
-    names = [output.name for output in answer.outputs]
-    text = answer.raw_output_contents[names.index("text_output")][4:].decode()
-    return _check(clients, clients.texts, prompt, text, "ModelInfer")
-
-
 async def _openai_completion(clients: Clients) -> str:
     prompt = clients.random.choice(PROMPTS)
     answer = await _openai(clients, "/v1/completions", {"model": "pilot", "prompt": prompt, **GREEDY})
@@ -227,8 +208,7 @@ GENERATION_LOADS: dict[Load, int] = {
     for load, count in (
         (_generate_once, 1),
         (_generate_stream, 2),
-        (_grpc_generate, 1),
-        (_grpc_unary_generate, 1),
+        (_grpc_generate, 2),
         (_openai_completion, 1),
         (_openai_chat, 1),
         (_openai_chat_stream, 1),

@@ -185,7 +185,7 @@ async def _stop(front_ends: dict[str, FrontEnd], core: Core, timeout: float) -> 
 
 
 def _exit_after(seconds: float) -> None:
-    """End the process after `seconds`, even if code of a model blocks its exit: Python waits for busy worker threads."""
+    """End the process after `seconds`, even if code of a model blocks: Python waits for busy worker threads."""
 
     def exit_now() -> None:
         logger.critical("the server did not end in time: exiting")

@@ -98,7 +98,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "after one more, the engine stays down and the server is not live."
         ),
     ] = 10
-    restart_window: Annotated[float, Meta(description="Seconds for which max_restarts counts failures.")] = 300.0
+    restart_window: Annotated[float, Meta(description="Seconds for which max_restarts counts failures.")] = (
+        300.0
+    )
     record_steps: Annotated[
         str | None, Meta(description="Directory for a recording of all steps; disables overlap.")
     ] = None

@@ -1,8 +1,8 @@
 """Turns of threads that import packages while models load.
 
-Python locks each module separately while it is imported. If two threads import the same interdependent modules (such as
-those of `transformers`) in different orders, Python avoids a deadlock by giving one of them an unfinished module, and its
-import fails. Therefore model files are imported, and models are initialized, one at a time.
+Python locks each module separately while it is imported. If two threads import the same interdependent modules (such
+as those of `transformers`) in different orders, Python avoids a deadlock by giving one of them an unfinished module,
+and its import fails. Therefore model files are imported, and models are initialized, one at a time.
 """
 
 from __future__ import annotations

@@ -240,8 +240,9 @@ class Model:
     async def unload(self, timeout: float | None) -> None:
         """Wait for the requests in flight, cancel the rest, and release the backend's resources.
 
-        All of this takes at most `timeout` seconds, of which the backend has what the requests leave, but at least a fifth
-        and `MIN_UNLOAD_TIME`. A backend that takes longer is abandoned: its processes are killed, its threads go on.
+        All of this takes at most `timeout` seconds, of which the backend has what the requests leave, but at least a
+        fifth and `MIN_UNLOAD_TIME`. A backend that takes longer is abandoned: its processes are killed, its threads
+        go on.
         """
         self._retired = True
         started = time.monotonic()

@@ -116,7 +116,9 @@ def test_server_exits_while_a_model_spins(tmp_path, mode):
         assert statuses[0] in (0, 503)
 
 
-@pytest.mark.parametrize("code", [STUCK_IN_INITIALIZE, STUCK_IN_AUTO_COMPLETE], ids=["initialize", "complete"])
+@pytest.mark.parametrize(
+    "code", [STUCK_IN_INITIALIZE, STUCK_IN_AUTO_COMPLETE], ids=["initialize", "complete"]
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_server_exits_while_a_model_cannot_be_loaded(tmp_path, mode, code):
     with serve(tmp_path, **{"load-model": "identity"}) as server:
@@ -142,7 +144,10 @@ def test_unload_of_a_spinning_model_is_answered(tmp_path, mode):
         wait_until(lambda: statuses)
         assert statuses == [503], "its request was answered"
         _, index = server.post("/v2/repository/index", {})
-        assert {row["name"]: row["state"] for row in index} == {"identity": "READY", "spinning": "UNAVAILABLE"}
+        assert {row["name"]: row["state"] for row in index} == {
+            "identity": "READY",
+            "spinning": "UNAVAILABLE",
+        }
         assert ask(server, "identity") == 200
         (tmp_path / "spinning" / "1" / "model.py").write_text(IDENTITY)
         assert server.post("/v2/repository/models/spinning/load", {})[0] == 200

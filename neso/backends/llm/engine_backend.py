@@ -421,6 +421,8 @@ class EngineBackend(Backend):
     def _server_error(self, error: EngineError) -> ServerError:
         message = f"model '{self.context.name}': {error}"
         if isinstance(error, EngineDead):
-            outlook = "and is not restarted" if self._down else "and is being restarted: retry the request later"
+            outlook = (
+                "and is not restarted" if self._down else "and is being restarted: retry the request later"
+            )
             return Unavailable(f"{message} {outlook}")
         return Unavailable(message) if isinstance(error, EngineBusy) else InternalError(message)

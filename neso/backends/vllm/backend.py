@@ -148,7 +148,7 @@ class VllmBackend(Backend):
             logger.error("model '%s': vLLM's engine could not be restarted: %s", context.name, error)
 
         while True:
-            while engine.alive:
+            while engine.alive:  # noqa: ASYNC110  vLLM has no event
                 await asyncio.sleep(DEATH_CHECK_SECONDS)
             logger.error("model '%s': vLLM's engine has ended and is restarted", context.name)
             restarts.record_failure()

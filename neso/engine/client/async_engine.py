@@ -87,8 +87,8 @@ class AsyncEngine(EngineClient):
     async def restart(self) -> None:
         """Start the engine again after it has ended, with the same options and adapters. Raises `EngineError`.
 
-        Adapters are those that were loaded when it ended, except those loaded from tensors of a request. An adapter that
-        can no longer be loaded is logged and left out.
+        Adapters are those that were loaded when it ended, except those loaded from tensors of a request. An adapter
+        that can no longer be loaded is logged and left out.
         """
         assert not self.alive, "the engine is running"
         await self._channel.close(timeout=0)

@@ -90,8 +90,8 @@ time, which also passes while this process is stopped or its event loop is block
 class ProcessChannel(EngineChannel):
     """An engine in its own process, which is killed when it sends no heartbeat for `heartbeat_timeout` seconds.
 
-    While the engine loads its model, the limit is `step_timeout`: importing a library from a slow disk blocks all threads
-    of the engine.
+    While the engine loads its model, the limit is `step_timeout`: importing a library from a slow disk blocks all
+    threads of the engine.
     """
 
     def __init__(self, config: EngineConfig) -> None:

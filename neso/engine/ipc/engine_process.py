@@ -1,7 +1,7 @@
 """Engine process: `python -m neso.engine.ipc.engine_process ADDRESS HEARTBEAT_FD CONFIG_JSON` runs one engine.
 
-Standard input is a pipe whose write end is held by the client; this process exits when it is closed. HEARTBEAT_FD is the
-write end of a pipe whose other end the client reads, see `Heartbeat`.
+Standard input is a pipe whose write end is held by the client; this process exits when it is closed. HEARTBEAT_FD is
+the write end of a pipe whose other end the client reads, see `Heartbeat`.
 """
 
 from __future__ import annotations
