@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,9 @@ STUCK_IN_INITIALIZE = """
 import threading
 from pathlib import Path
 class TritonPythonModel:
+    def execute(self, requests):
+        return []
+
     def initialize(self, args):
         (Path(__file__).parent / "begun").touch()
         threading.Event().wait()
@@ -48,6 +52,9 @@ STUCK_IN_AUTO_COMPLETE = """
 import threading
 from pathlib import Path
 class TritonPythonModel:
+    def execute(self, requests):
+        return []
+
     @staticmethod
     def auto_complete_config(config):
         (Path(__file__).parent / "begun").touch()
@@ -96,6 +103,17 @@ def start_request(server: ServerProcess, repository: Path, model: str) -> list[i
     return statuses
 
 
+def start_load(server: ServerProcess, repository: Path, model: str) -> None:
+    """Load a model in a thread and wait until its code runs."""
+
+    def run() -> None:
+        with suppress(OSError):  # the server exits
+            server.post(f"/v2/repository/models/{model}/load", {})
+
+    threading.Thread(target=run, daemon=True).start()
+    wait_until((repository / model / "1" / "begun").exists)
+
+
 def timed_exit(server: ServerProcess) -> float:
     started = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
@@ -123,10 +141,7 @@ def test_server_exits_while_a_model_spins(tmp_path, mode):
 def test_server_exits_while_a_model_cannot_be_loaded(tmp_path, mode, code):
     with serve(tmp_path, **{"load-model": "identity"}) as server:
         write_model(tmp_path, "stuck", code, mode)
-        threading.Thread(
-            target=lambda: server.post("/v2/repository/models/stuck/load", {}), daemon=True
-        ).start()
-        wait_until((tmp_path / "stuck" / "1" / "begun").exists)
+        start_load(server, tmp_path, "stuck")
         assert ask(server, "identity") == 200
         assert timed_exit(server) < BOUND
 
@@ -157,10 +172,7 @@ def test_unload_of_a_spinning_model_is_answered(tmp_path, mode):
 def test_unload_during_a_stuck_load_is_answered(tmp_path):
     with serve(tmp_path, **{"load-model": "identity"}) as server:
         write_model(tmp_path, "stuck", STUCK_IN_INITIALIZE)
-        threading.Thread(
-            target=lambda: server.post("/v2/repository/models/stuck/load", {}), daemon=True
-        ).start()
-        wait_until((tmp_path / "stuck" / "1" / "begun").exists)
+        start_load(server, tmp_path, "stuck")
         status, answer = server.post("/v2/repository/models/stuck/unload", {})
         assert status == 503 and "still being loaded" in answer["error"]
         assert ask(server, "identity") == 200
