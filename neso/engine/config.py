@@ -72,6 +72,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: Annotated[
         int | None, Meta(description="Size of the KV cache in blocks; overrides the other limits.")
     ] = None
+    max_image_pixels: Annotated[
+        int, Meta(description="Maximum number of pixels of an image of a prompt, before and after resizing.")
+    ] = 1 << 26
     grammar_timeout: Annotated[
         float, Meta(description="Seconds that the grammar of a request can take to compile.")
     ] = 10.0

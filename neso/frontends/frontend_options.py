@@ -139,12 +139,14 @@ class HttpOptions:
 
     def server(self) -> HttpServerOptions:
         """Return the options of the HTTP server. Raises `InvalidArgument` for TLS files that cannot be used."""
+        from neso.frontends.kserve.errors import rejection_response
         from neso.frontends.transport.http1 import HttpServerOptions
 
         return HttpServerOptions(
             self.host,
             self.port,
             max_body=self.max_input_size,
+            rejection=lambda rejection: rejection_response(rejection, self.max_input_size),
             keep_alive_timeout=self.keep_alive_timeout,
             header_timeout=self.header_timeout,
             reuse_port=self.reuse_port,

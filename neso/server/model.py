@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from neso.generation import GenerationOutput, GenerationRequest, InvalidParameter, PooledOutput
@@ -70,7 +70,7 @@ class Model:
         self.decoupled = bool(context.config.model_transaction_policy.decoupled)
         self.statistics: ModelStatistics = context.statistics
         self.signature = Signature(context.config)
-        self._classifier = Classifier(context.config, context.directory)
+        self._classifier = Classifier(context.config, context.directory, backend.output_labels)
         self.load_duration: float = 0.0
         self.source: object = None  # lives as long as the model: it can own a temporary folder
         tags = {f"_{key}": value for key, value in self.config.metric_tags.items()}
@@ -104,6 +104,11 @@ class Model:
     def read_text_request(self, request: InferenceRequest, values: Mapping[str, Any]) -> TextFields | None:
         """See `Backend.read_text_request`."""
         return self._backend.read_text_request(request, values)
+
+    @property
+    def labels(self) -> Mapping[str, Sequence[str]]:
+        """Classification labels by output."""
+        return self._classifier.labels
 
     @property
     def uses_cache(self) -> bool:

@@ -217,6 +217,14 @@ class ServerOptions:
     ] = 60.0
     replace_timeout: float = 300.0
     disable_auto_complete_config: Annotated[bool, FlagGroup(_disable_auto_complete)] = False
+    backend_directory: Annotated[
+        Path | None,
+        Flag(
+            "backend-directory",
+            "Directory of Python-based backends: models with backend NAME run the file NAME/model.py.",
+            default_text="none",
+        ),
+    ] = None
     backend_config: Annotated[
         dict[str, dict[str, str]],
         Flag(
@@ -299,6 +307,8 @@ class ServerOptions:
         paths = tuple(path if isinstance(path, str) else Path(path) for path in repository)
         object.__setattr__(self, "model_repository", paths)
         object.__setattr__(self, "startup_models", tuple(self.startup_models))
+        if self.backend_directory is not None:
+            object.__setattr__(self, "backend_directory", Path(self.backend_directory))
         try:
             object.__setattr__(self, "model_control_mode", ModelControlMode(self.model_control_mode))
         except ValueError:

@@ -165,8 +165,11 @@ class _EngineRequest:
 class EngineBackend(Backend):
     """Base class of backends that run Neso's engine: life cycle, metrics, text generation, pooling, adapters.
 
-    Subclasses implement `submit` for requests with tensors.
+    Subclasses implement `submit` for requests with tensors. `iteration_metrics`: whether the metrics include
+    TensorRT-LLM's statistics of iterations.
     """
+
+    iteration_metrics = True
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
@@ -193,7 +196,8 @@ class EngineBackend(Backend):
         self._engine = engine
         info = engine.info
         self._metrics = LlmMetrics(
-            context.core.metrics, context.name, context.version, lambda: engine.stats, info
+            *(context.core.metrics, context.name, context.version, lambda: engine.stats, info),
+            iterations=self.iteration_metrics,
         )
         engine.on_stats(self._metrics.observe_step)
         self._log_loaded(info)

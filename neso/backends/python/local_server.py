@@ -97,7 +97,10 @@ class ModelCall:
                 )
             self._stream = model.submit(self._request)
         except ServerError as error:
-            self._fail(error)
+            name = self._request.model_name
+            self._fail(
+                ServerError(f"Model {name} - Error when running inference: {error.message}", error.code)
+            )
             return
         except Exception as error:
             # The calling model waits for a response, so send it the error.

@@ -43,7 +43,7 @@ DEATH_CHECK_SECONDS = 1.0
 """Seconds between two checks whether the engine has ended; vLLM has no callback for it."""
 MAX_RESTARTS, RESTART_WINDOW = 10, 300.0
 """Failures in this number of seconds that are followed by a restart."""
-UNHEALTHY = "vLLM engine is not healthy and model will be unloaded"
+UNHEALTHY = "Model is unavailable due to unhealthy vLLM engine"
 
 
 class VllmBackend(Backend):
@@ -175,9 +175,6 @@ class VllmBackend(Backend):
     def live(self) -> bool:
         return not self._down
 
-    async def check_ready(self) -> bool:
-        return self.ready() and (not self._checks_health or await self.engine.healthy())
-
     @property
     def engine(self) -> VllmEngine:
         """The engine. Only available after `load`."""
@@ -224,7 +221,9 @@ class VllmBackend(Backend):
         stream.fail(Unavailable(UNHEALTHY))
         self._unhealthy = True
         if self._unloading is None:
-            logger.error("model '%s': %s", self.context.name, UNHEALTHY)
+            logger.error(
+                "model '%s': [vllm] Engine is not healthy and model will be unloaded", self.context.name
+            )
             self._unloading = asyncio.get_running_loop().create_task(self._unload_model())
 
     async def _unload_model(self) -> None:
@@ -247,11 +246,20 @@ class VllmBackend(Backend):
             prompt[IMAGES] = await asyncio.to_thread(image_data, request.images)
         tensors = ResponseTensors(request, params.n)
         outputs = self.engine.generate(prompt, params, lora=lora, priority=stream.request.priority)
-        async with aclosing(outputs):
-            async for output in outputs:
-                if not stream.timeline.compute_start:
-                    stream.timeline.compute_start = time.monotonic_ns()
-                self._send(stream, tensors.of(output), final=output.finished)
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if not stream.timeline.compute_start:
+                        stream.timeline.compute_start = time.monotonic_ns()
+                    self._send(stream, tensors.of(output), final=output.finished)
+        except asyncio.CancelledError:
+            self._log_cancellation(stream)
+            raise
+
+    def _log_cancellation(self, stream: ResponseStream) -> None:
+        """Log the lines of Triton's backend. The request was aborted in vLLM's engine when its outputs were closed."""
+        for line in ("Cancelling the request", "Successfully cancelled the request"):
+            logger.info("model '%s': [vllm] %s", self.context.name, line, extra=request_fields(stream))
 
     async def _embed(self, stream: ResponseStream, request: EmbeddingRequest) -> None:
         if "embed" not in self.engine.tasks:

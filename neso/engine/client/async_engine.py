@@ -78,7 +78,7 @@ class AsyncEngine(EngineClient):
         loading = asyncio.ensure_future(asyncio.to_thread(load_engine_tokenizer, config))
         channel, info = await _open(config, in_process, loading)
         try:
-            images = open_image_prompt(config.model, info.vision)
+            images = open_image_prompt(config.model, info.vision, config.max_image_pixels)
         except BaseException:
             await channel.close(timeout=0)
             raise

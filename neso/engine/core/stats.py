@@ -21,6 +21,18 @@ class StepCounts(NamedTuple):
     num_draft_tokens: int = 0
 
 
+class StaticBatchStats(NamedTuple):
+    """The last batch of static batching.
+
+    - num_context_tokens, num_generation_tokens: sums of the prompt lengths and of the maximum output lengths
+    - num_empty_slots: generation tokens by which sequences are shorter than the longest one of the batch
+    """
+
+    num_context_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_empty_slots: int = 0
+
+
 class DraftStats(msgspec.Struct, array_like=True):
     """Speculative-decoding counters since the start.
 
@@ -100,6 +112,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     host_memory: int = 0
     device_memory: int = 0
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
+    static_batch: StaticBatchStats = StaticBatchStats()
 
     def after(self, earlier: EngineStats) -> EngineStats:
         """Return these statistics with the counters of `earlier` added: those of an engine that was restarted."""

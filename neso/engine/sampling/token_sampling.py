@@ -148,3 +148,18 @@ def filter_weights(weights: FloatRows, top_k: Int32Array, top_p: FloatRows, min_
     kept = np.zeros_like(weights)
     np.put_along_axis(kept, order, np.where(keep, ordered, np.float32(0)), axis=1)
     return kept
+
+
+def probabilities_of(
+    logits: npt.NDArray[np.float32], params: SamplingParams, top_p: float | None = None
+) -> npt.NDArray[np.float64]:
+    """Return the distribution from which `token_sampling.choose` draws for a row float32[V]: float64[V] with sum 1.
+
+    `top_p` overrides the value in the parameters. Greedy requests get the distribution at temperature 1.
+    """
+    draws = SamplingBatch.of([params], np.zeros(1), None, None if top_p is None else [top_p])
+    temperature = np.ones(1, np.float32) if params.greedy else draws.temperature
+    weights = exponentials(logits[None], temperature)
+    kept = filter_weights(weights, draws.top_k, draws.top_p, draws.min_p)[0].astype(np.float64)
+    normed: npt.NDArray[np.float64] = kept / kept.sum()
+    return normed

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from neso.engine.core.draft import Draft
 from neso.engine.core.request import EngineRequest
-from neso.engine.spec_decode.verification import probabilities_of
+from neso.engine.sampling.token_sampling import probabilities_of
 from neso.generation.sampling_params import SamplingParams
 
 

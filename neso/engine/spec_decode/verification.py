@@ -18,34 +18,11 @@ import numpy.typing as npt
 
 from neso.engine.core.draft import Draft
 from neso.engine.runners.base import Logits
-from neso.engine.sampling.sampler import SampledToken, Sampler, scored
+from neso.engine.sampling.sampler import SampledToken, Sampler, masked_row, scored
 from neso.engine.sampling.state import SamplingState
-from neso.engine.sampling.token_sampling import (
-    INVALID_TOKEN,
-    RowMasks,
-    SamplingBatch,
-    draw,
-    exponentials,
-    filter_weights,
-)
-from neso.generation.sampling_params import SamplingParams
+from neso.engine.sampling.token_sampling import INVALID_TOKEN, RowMasks, draw, probabilities_of
 
 Probabilities = npt.NDArray[np.floating[Any]]
-
-
-def probabilities_of(
-    logits: npt.NDArray[np.float32], params: SamplingParams, top_p: float | None = None
-) -> npt.NDArray[np.float64]:
-    """Return the distribution from which `token_sampling.choose` draws for a row float32[V]: float64[V] with sum 1.
-
-    `top_p` overrides the value in the parameters. Greedy requests get the distribution at temperature 1.
-    """
-    draws = SamplingBatch.of([params], np.zeros(1), None, None if top_p is None else [top_p])
-    temperature = np.ones(1, np.float32) if params.greedy else draws.temperature
-    weights = exponentials(logits[None], temperature)
-    kept = filter_weights(weights, draws.top_k, draws.top_p, draws.min_p)[0].astype(np.float64)
-    normed: npt.NDArray[np.float64] = kept / kept.sum()
-    return normed
 
 
 def draw_one(weights: Probabilities, uniform: float) -> int:
@@ -156,13 +133,7 @@ def _raw_rows(logits: Logits, groups: list[_Rows]) -> dict[int, FloatRow]:
 
 def _masked_rows(group: _Rows, logits: Logits, masks: RowMasks | None) -> list[FloatRow]:
     """Return the rows of a sequence with masks applied; penalties have been applied already."""
-    rows = [np.array(logits[group.first + number]) for number in range(1 + group.num_drafts)]
-    for index, row in enumerate(() if masks is None else masks.rows.tolist()):
-        if group.first <= row <= group.first + group.num_drafts:
-            assert masks is not None
-            of_group = rows[row - group.first]
-            of_group[~masks.allowed(index, len(of_group))] = -np.inf
-    return rows
+    return [masked_row(logits, group.first + number, masks) for number in range(1 + group.num_drafts)]
 
 
 def _accept_equal(group: _Rows, tokens: list[SampledToken]) -> Verified:
@@ -205,9 +176,9 @@ def _accept_at_random(
         target = probabilities_of(rows[number], state.params, group.states[number].top_p)
         accepted, instead = _test(draft, number, target, tests[number], group.uniforms[number])
         if not accepted:
-            last = tokens[number] if instead is None else _with_logprobs(instead, group, number, raw)
+            last = tokens[number] if instead is None else _with_logprobs(instead, group, number, raw, rows)
             return Verified([*kept, last], list(range(number)), row)
-        kept.append(_with_logprobs(token, group, number, raw))
+        kept.append(_with_logprobs(token, group, number, raw, rows))
     else:
         number = group.num_drafts
     if tokens[number].token_id == INVALID_TOKEN and kept:
@@ -235,11 +206,14 @@ def _test(
     return False, draw_one(rest if rest.any() else target, uniform)
 
 
-def _with_logprobs(token: int, group: _Rows, number: int, raw: dict[int, FloatRow]) -> SampledToken:
+def _with_logprobs(
+    token: int, group: _Rows, number: int, raw: dict[int, FloatRow], rows: list[FloatRow]
+) -> SampledToken:
     row = raw.get(group.first + number)
     if row is None:
         return SampledToken(token)
-    return scored(token, row, group.states[0].params)
+    state = group.states[number]
+    return scored(token, row, state.params, rows[number], state.top_p)
 
 
 def _settle(group: _Rows, state: SamplingState, result: Verified) -> None:

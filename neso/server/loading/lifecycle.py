@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from neso.server.backend import ModelContext
 from neso.server.config.model_config import differ_in_instances_only, is_ensemble
 from neso.server.errors import InternalError, ServerError, Unavailable
-from neso.server.loading.loader import ModelPlan, plan_model, warm_up
+from neso.server.loading.loader import ModelPlan, backend_settings, plan_model, warm_up
 from neso.server.loading.model_table import UNLOADED, LoadLocks, ModelRecord, ModelTable, VersionSlot
 from neso.server.memory import release_memory
 from neso.server.metadata import ModelState
@@ -300,7 +300,7 @@ class ModelLifecycle:
             directory=plan.directory,
             version_directory=plan.versions[version],
             statistics=statistics,
-            backend_config=self._core.options.backend_config.get(config.backend, {}),
+            backend_config=backend_settings(config.backend, self._core.options),
             namespace=plan.source.namespace,
             limited=limited,
         )

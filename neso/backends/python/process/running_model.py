@@ -94,7 +94,8 @@ class RunningModel:
             raise InternalError(f"'{interpreter.program}' cannot be started: {error}") from None
         self._process.send(
             Initialize(
-                str(description.path.absolute()),
+                str(description.code.file),
+                str(description.code.folder),
                 args,
                 description.decoupled,
                 {name: datatype.value for name, datatype in description.datatypes.items()},

@@ -369,10 +369,10 @@ class HttpConnection(asyncio.Protocol):
         """
         self._closing = self._lingering = True
         self._since = self._context.now
-        body = self._options.rejection_body(rejection.status, rejection.message)
+        status, body = self._options.rejection(rejection)
         date = self._context.date
         self._transport.write(
-            response_head(rejection.status, JSON, (), len(body), date, "connection: close\r\n") + body
+            response_head(status, JSON, (), len(body), date, "connection: close\r\n") + body
         )
         if self._transport.can_write_eof():
             self._transport.write_eof()

@@ -14,11 +14,12 @@ from email.utils import formatdate
 
 from neso.frontends.transport.http1.connection import HttpConnection
 from neso.frontends.transport.http1.messages import Handler, error_body, response_head
+from neso.frontends.transport.http1.parser import Rejection
 from neso.frontends.transport.tcp import tls_arguments
 
 
-def _json_error(status: int, message: str) -> bytes:
-    return error_body(message)
+def _json_error(rejection: Rejection) -> tuple[int, bytes]:
+    return rejection.status, error_body(rejection.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class HttpServerOptions:
 
     `header_timeout`: from the first byte of a request to the end of its headers. `body_timeout`: longest pause within a
     body. `write_timeout`: longest time that the write buffer may stay full. `linger`: how long a rejected client may
-    continue to send, so that it can read the error. `rejection_body(status, message)`: JSON body of errors raised
+    continue to send, so that it can read the error. `rejection`: returns status and JSON body of an error raised
     before the handler runs. `tls`: PEM files to serve HTTPS; the handshake is limited by `header_timeout`.
     `reuse_port`: share the port with other processes.
     """
@@ -46,7 +47,7 @@ class HttpServerOptions:
     backlog: int = 2048
     reuse_port: bool = False
     tls: ssl.SSLContext | None = None
-    rejection_body: Callable[[int, str], bytes] = _json_error
+    rejection: Callable[[Rejection], tuple[int, bytes]] = _json_error
 
     @property
     def tick(self) -> float:
