@@ -77,12 +77,6 @@ COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
     "Models": (
         Flag("served-model-name", "Name of the MODEL; the same as NAME=MODEL.", metavar="NAME"),
         Flag(
-            "backend-directory",
-            "Directory of tritonserver's backend libraries.",
-            PATH,
-            ignored="backends are Python code of the package or of the model's folder",
-        ),
-        Flag(
             "repoagent-directory",
             "Directory of tritonserver's repository agents.",
             PATH,
