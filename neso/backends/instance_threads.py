@@ -17,9 +17,7 @@ class StoppableThread(Protocol):
 
     work: SimpleQueue[Any]
     ended: Future[None]
-
-    @property
-    def alive(self) -> bool: ...
+    alive: bool
 
 
 async def stop_threads(threads: Iterable[StoppableThread], model: str, timeout: float) -> None:
@@ -30,6 +28,9 @@ async def stop_threads(threads: Iterable[StoppableThread], model: str, timeout: 
     if not running:
         return
     ended = [asyncio.wrap_future(thread.ended) for thread in running]
-    _, stuck = await asyncio.wait(ended, timeout=timeout)
-    if stuck:
-        logger.error("%d instances of model '%s' do not end", len(stuck), model)
+    try:
+        await asyncio.wait(ended, timeout=timeout)
+    finally:
+        stuck = sum(not future.done() for future in ended)
+        if stuck:
+            logger.error("%d instances of model '%s' do not end", stuck, model)

@@ -1,11 +1,13 @@
-"""The server process: runs the core and the front ends, and prints a summary when they are ready."""
+"""The server process: runs the core and the frontends, and prints a summary when they are ready."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
@@ -20,12 +22,14 @@ from neso.server.errors import ServerError
 from neso.server.log import configure_log
 from neso.server.memory import freeze_gc
 from neso.server.metadata import ModelState
-from neso.server.model import Model
+from neso.server.model import BACKEND_SHARE, Model
 
 logger = logging.getLogger("neso")
 
 OPENAI_ON_HTTP = ("/v1", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/score", "/rerank")
 """Paths of the OpenAI API that the HTTP port also serves, like vLLM's single port."""
+EXIT_GRACE = 3.0
+"""Seconds after `exit_timeout` at which the process exits even if something blocks."""
 PROTOCOLS = {
     "http": "KServe v2 HTTP, generate; OpenAI under /v1",
     "grpc": "KServe v2 gRPC",
@@ -34,7 +38,7 @@ PROTOCOLS = {
 }
 
 
-class FrontEnd(Protocol):
+class Frontend(Protocol):
     """A server of one protocol."""
 
     @property
@@ -73,19 +77,19 @@ async def _serve(options: ServeOptions, started: float) -> int:
     core = Core(options.server)
     for model in options.models:
         _add_checkpoint(core, model, options.engine)
-    # The front ends are imported and started while the models load in their own processes.
+    # The frontends are imported and started while the models load in their own processes.
     loading = asyncio.ensure_future(core.start())
-    front_ends: dict[str, FrontEnd] = {}
+    frontends: dict[str, Frontend] = {}
     try:
         await asyncio.sleep(0)
-        await _start_front_ends(core, options, front_ends)
+        await _start_frontends(core, options, frontends)
         if not await _wait_unless(stopping, loading):
             return 0
         failed = _failures(core, options)
         if failed:
             print("\n".join(f"neso: {reason}" for reason in failed), file=sys.stderr)
             return 1
-        ports = {name: front_end.port for name, front_end in front_ends.items()}
+        ports = {name: frontend.port for name, frontend in frontends.items()}
         freeze_gc()
         show_ready(core, ports, time.perf_counter() - started)
         await stopping.wait()
@@ -93,7 +97,7 @@ async def _serve(options: ServeOptions, started: float) -> int:
         return 0
     finally:
         loading.cancel()
-        await _stop(front_ends, core, options.server.exit_timeout)
+        await _stop(frontends, core, options.server.exit_timeout)
 
 
 def _add_checkpoint(core: Core, model: ModelArgument, engine: dict[str, str]) -> None:
@@ -114,20 +118,21 @@ def _backend_of(checkpoint: str) -> str:
     return "embedding" if is_embedding_model(checkpoint) else "llm"
 
 
-async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str, FrontEnd]) -> None:
-    """Start the front ends and add each to `started`, so that the caller can stop them after a failure."""
+async def _start_frontends(core: Core, options: ServeOptions, started: dict[str, Frontend]) -> None:
+    """Start the frontends and add each to `started`, so that the caller can stop them after a failure."""
 
-    async def start(name: str, front_end: FrontEnd) -> None:
-        await front_end.start()
-        started[name] = front_end
+    async def start(name: str, frontend: Frontend) -> None:
+        await frontend.start()
+        started[name] = frontend
 
     app = None
+    limits = options.connections.limits()
     if options.openai is not None:
         app = await asyncio.to_thread(_openai_app, core, options)
     if options.http is not None:
         from neso.frontends.kserve.http_frontend import KServeHttp
 
-        http = KServeHttp(core, options.http)
+        http = KServeHttp(core, options.http, limits)
         if app is not None:
             for path in OPENAI_ON_HTTP:
                 http.mount(path, app)
@@ -135,13 +140,13 @@ async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str
     if options.grpc is not None:
         from neso.frontends.kserve.grpc_frontend import KServeGrpc
 
-        await start("grpc", KServeGrpc(core, options.grpc))
+        await start("grpc", KServeGrpc(core, options.grpc, limits))
     if options.metrics is not None:
         from neso.frontends.metrics import MetricsHttp
 
-        await start("metrics", MetricsHttp(core, options.metrics))
+        await start("metrics", MetricsHttp(core, options.metrics, limits))
     if app is not None and options.openai is not None:
-        await start("openai", AsgiServer(app, options.openai.server()))
+        await start("openai", AsgiServer(app, options.openai.server(), limits))
 
 
 def _openai_app(core: Core, options: ServeOptions) -> AsgiApp:
@@ -171,9 +176,26 @@ async def _wait_unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
     return task.done()
 
 
-async def _stop(front_ends: dict[str, FrontEnd], core: Core, timeout: float) -> None:
-    await asyncio.gather(*(front_end.stop(timeout) for front_end in front_ends.values()))
-    await core.stop()
+async def _stop(frontends: dict[str, Frontend], core: Core, timeout: float) -> None:
+    """Stop within `timeout` seconds and a few more; then the process exits in any case."""
+    deadline = time.monotonic() + timeout
+    _exit_after(timeout + EXIT_GRACE)
+    grace = timeout * (1 - BACKEND_SHARE)  # the rest of the time is for the models
+    await asyncio.gather(*(frontend.stop(grace) for frontend in frontends.values()))
+    await core.stop(max(0.0, deadline - time.monotonic()))
+
+
+def _exit_after(seconds: float) -> None:
+    """End the process after `seconds`, even if code of a model blocks: Python waits for busy worker threads."""
+
+    def exit_now() -> None:
+        logger.critical("the server did not end in time: exiting")
+        logging.shutdown()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, exit_now)
+    timer.daemon = True
+    timer.start()
 
 
 def _on_hangup(options: ServeOptions) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from neso.generation import GenerationRequest, PoolingRequest
 from neso.server.config.scheduling import instances_of
 from neso.server.errors import Cancelled, InvalidArgument
+from neso.server.import_turn import IMPORT_SECONDS, import_turn
 from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.repository.names import stays_inside
+from neso.server.repository.names import is_inside
 
 if TYPE_CHECKING:
     from neso.generation import GenerationOutput, LanguageModel, PoolingModel
@@ -42,8 +42,6 @@ EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
 ENTRY_POINT_GROUP = "neso.backends"
 TextFields = Callable[["GenerationOutput"], dict[str, Any]]
 """Converts an output to fields of a JSON response of the generate extension."""
-_IMPORTING = threading.Lock()
-"""Serializes imports: models load in threads, and concurrent imports of interdependent backends can deadlock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +200,17 @@ class Backend(ABC):
 
     @abstractmethod
     async def unload(self) -> None:
-        """Finish the requests in flight (no new requests are submitted), then release all resources."""
+        """Finish the requests in flight (no new requests are submitted), then release all resources.
+
+        Cancelled when it takes too long; it must then kill its processes.
+        """
 
     def ready(self) -> bool:
         """Return whether requests can be executed now."""
+        return True
+
+    def live(self) -> bool:
+        """Return False if the model has failed for good and only a restart of the server or a reload can help."""
         return True
 
     async def check_ready(self) -> bool:
@@ -251,7 +256,7 @@ PYTHON_BASED_FILE = "model.py"
 
 def python_based_file(name: str, directory: Path | None) -> Path | None:
     """Return the file of a Python-based backend in the backend directory; None if there is none with this name."""
-    if directory is None or name in BUILTIN or "/" in name or not stays_inside(name):
+    if directory is None or name in BUILTIN or "/" in name or not is_inside(name):
         return None
     file = directory.absolute() / name / PYTHON_BASED_FILE
     return file if file.is_file() else None
@@ -265,7 +270,7 @@ def find_backend(name: str, directory: Path | None = None) -> type[Backend]:
     target = BUILTIN.get(name)
     file = python_based_file(name, directory)
     try:
-        with _IMPORTING:
+        with import_turn.held(IMPORT_SECONDS):
             if file is not None:
                 python = _imported(BUILTIN["python"])
                 found: Any = type(python.__name__, (python,), {"model_file": file})
@@ -276,7 +281,7 @@ def find_backend(name: str, directory: Path | None = None) -> type[Backend]:
         raise InvalidArgument(f"unable to load backend '{name}'{hint}: {error}") from None
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise InvalidArgument(
-            f"unable to load backend '{name}': {found!r} is no subclass of {Backend.__name__}"
+            f"unable to load backend '{name}': {found!r} is not a subclass of {Backend.__name__}"
         )
     return found
 

@@ -33,6 +33,7 @@ class InferenceRequest:
       of the current context
     - input_bytes: size of the request as received
     - backlog: backlog of the responses of the request that this request is a step of; None: the request has its own
+    - cancelled: set by `cancel`; can be read by any thread
     """
 
     model_name: str
@@ -54,13 +55,8 @@ class InferenceRequest:
     client: str | None = None
     input_bytes: int = 0
     backlog: Backlog | None = None
-    _cancelled: bool = field(default=False, repr=False)
-    _cancel_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the client cancelled the request. Thread-safe."""
-        return self._cancelled
+    cancelled: bool = field(default=False, init=False)
+    _cancel_callbacks: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
 
     def cancel(self) -> None:
         """Cancel the request and run the callbacks once. Idempotent. Call on the core's loop."""
@@ -69,7 +65,7 @@ class InferenceRequest:
 
     def begin_cancel(self) -> list[Callable[[], None]]:
         """Mark the request as cancelled and return the callbacks, which the caller must run."""
-        self._cancelled = True
+        self.cancelled = True
         callbacks, self._cancel_callbacks = self._cancel_callbacks, []
         return callbacks
 
@@ -79,7 +75,7 @@ class InferenceRequest:
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Call `callback` on the core's loop when the request is cancelled; immediately if it already is."""
-        if self._cancelled:
+        if self.cancelled:
             callback()
         else:
             self._cancel_callbacks.append(callback)

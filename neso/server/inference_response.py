@@ -33,7 +33,7 @@ class InferenceResponse:
     - outputs: tensors
     - result: output of a text-generation or pooling request
     - error: if set, the outputs are not valid
-    - made: creation time in ns of the monotonic clock
+    - created_ns: creation time in ns of the monotonic clock
     - backlog_size: bytes that the response takes in the backlog of its stream; 0 if it is not counted
     """
 
@@ -44,7 +44,7 @@ class InferenceResponse:
     parameters: dict[str, ParameterValue] = field(default_factory=dict)
     error: ServerError | None = None
     final: bool = False
-    made: int = field(default_factory=time.monotonic_ns)
+    created_ns: int = field(default_factory=time.monotonic_ns)
     result: GenerationOutput | PooledOutput | None = None
     backlog_size: int = 0
 
@@ -91,6 +91,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
     - batch_size: batch size of the request; 1 for models that do not batch
     - timeline: filled in by the backend
     - on_response(stream, response): called with each response before the consumer gets it
+    - closed: whether the final response was sent; later responses are dropped
     - failure: why the request counts as failed in the statistics; None if it does not
     - trace: None unless the request is traced
     - ticket: the part of the request in the limits of requests in flight; None if it is not counted
@@ -103,7 +104,6 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
     """
 
     __slots__ = (
-        "_closed",
         "_drained",
         "_held",
         "_on_response",
@@ -112,6 +112,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         "_waiter",
         "backlog",
         "batch_size",
+        "closed",
         "failure",
         "on_close",
         "request",
@@ -140,28 +141,23 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self._sink: Callable[[InferenceResponse], None] | None = None
         self.on_close: Callable[[], None] | None = None
         self._held: list[InferenceResponse] | None = None
-        self._closed = False
+        self.closed = False
         self._drained = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether the final response was sent. Later responses are dropped."""
-        return self._closed
 
     def send(self, response: InferenceResponse, *, final: bool = False) -> None:
         """Deliver a response; the final one closes the stream."""
-        if self._closed:
+        if self.closed:
             return
         response.final = response.final or final
         response.id = response.id or self.request.id
-        self._closed = response.final
+        self.closed = response.final
         if self._on_response is not None:
             self._on_response(self, response)
         if self._held is not None:
             self._held.append(response)
         else:
             self._deliver(response)
-        if self._closed:
+        if self.closed:
             self.request.ended()
             self._close_backlog()
             on_close, self.on_close = self.on_close, None
@@ -236,13 +232,9 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self.failure = self.failure or FailureReason.REJECTED
         self.fail(error)
 
-    def fail_on_cancel_while_queued(self) -> None:
-        """End the request as soon as it is cancelled, until its execution starts. Afterwards the backend ends it."""
-        self.request.on_cancel(self._leave_queue)
-
     def cancel(self) -> None:
         """Cancel the request unless it has ended. Later responses are dropped, except the final one."""
-        if not self._closed:
+        if not self.closed:
             self._close_backlog()
             self.request.cancel()
 
@@ -262,7 +254,8 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         if self.trace is not None and self.trace.generation is not None:
             self.trace.generation.observe(output)
 
-    def _leave_queue(self) -> None:
+    def fail_if_queued(self) -> None:
+        """Fail a cancelled request whose execution has not started. Afterwards, the backend ends it."""
         if not self.timeline.compute_start:
             self.fail(Cancelled(NEVER_EXECUTED))
 
@@ -282,7 +275,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
                 return
             if self._responses or self._waiter is None:
                 self._count(self.backlog, response)
-                if self._closed:
+                if self.closed:
                     return
         self._responses.append(response)
         if self._waiter is not None and not self._waiter.done():

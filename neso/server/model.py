@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BACKEND_SHARE = 0.2
+"""Part of the time to unload a model that is reserved for its backend."""
+MIN_UNLOAD_TIME = 1.0
+"""Seconds that a backend always has to unload."""
+
+
+async def unload_backend(backend: Backend, timeout: float | None) -> None:
+    """Unload a backend; cancel `Backend.unload` after `timeout` seconds, but not before `MIN_UNLOAD_TIME`."""
+    seconds = None if timeout is None else max(timeout, MIN_UNLOAD_TIME)
+    try:
+        await asyncio.wait_for(backend.unload(), seconds)
+    except asyncio.TimeoutError:
+        logger.error(
+            "model '%s' was not unloaded in time: its processes are killed, its threads go on",
+            backend.context.name,
+        )
+
 
 class Model:
     """A loaded model version. All requests (tensors, text generation, pooling) go through `submit`.
@@ -65,6 +83,7 @@ class Model:
         self.admission: Admission = context.core.admission
         self._backlog_limit = context.core.options.max_response_backlog
         self._batcher = self._make_batcher()
+        self._executor = self._batcher or backend  # gets the requests with tensors
         self._sequences = self._batcher if isinstance(self._batcher, SequenceBatcher) else None
         self._cached = open_cached_model(context, self._start, self._remove)
         self._in_flight: set[ResponseStream] = set()
@@ -116,6 +135,10 @@ class Model:
         """Return whether requests are accepted and the backend can execute them."""
         return not self._retired and self._backend.ready()
 
+    def live(self) -> bool:
+        """See `Backend.live`."""
+        return self._backend.live()
+
     async def check_ready(self) -> bool:
         """Like `ready`, but the backend can also run the model's own readiness check."""
         return not self._retired and await self._backend.check_ready()
@@ -134,12 +157,13 @@ class Model:
         """Start a request. Raises `ServerError` if the model cannot accept it; later errors are sent as responses."""
         if self._retired:
             return self._after_retirement().submit(request)
-        batch_size = self._check(request)
+        payload = request.payload
+        batch_size = self.signature.check(request) if payload is None else self._check_payload(payload)
         client = CLIENT.get() if request.client is None else request.client
         ticket = self._admit(request, client) if client else None
         request.model_version = self.version
         backlog = request.backlog
-        if backlog is None and (self.decoupled or isinstance(request.payload, GenerationRequest)):
+        if backlog is None and (self.decoupled or isinstance(payload, GenerationRequest)):
             backlog = Backlog(self._backlog_limit)
         stream = ResponseStream(request, self._observe, batch_size, backlog)
         if request.trace is not None:
@@ -149,7 +173,7 @@ class Model:
         stream.ticket = ticket
         self._in_flight.add(stream)
         self._idle.clear()
-        if self._cached is None or request.payload is not None or not self._cached.take(stream):
+        if self._cached is None or payload is not None or not self._cached.take(stream):
             self._start(stream)
         return stream
 
@@ -188,11 +212,9 @@ class Model:
             self.name, {}, id=payload.request_id, priority=payload.priority, trace=trace, payload=payload
         )
 
-    def _check(self, request: InferenceRequest) -> int:
-        """Check a request and return its batch size. Raises `InvalidArgument`, `Unsupported`."""
-        if request.payload is None:
-            return self.signature.check(request)
-        if isinstance(request.payload, GenerationRequest):
+    def _check_payload(self, payload: GenerationRequest | PoolingRequest) -> int:
+        """Check that the model supports the payload, and return its batch size. Raises `Unsupported`."""
+        if isinstance(payload, GenerationRequest):
             if self.language_model is None:
                 raise Unsupported(f"model '{self.name}' is not a language model")
         elif self.pooling_model is None:
@@ -213,16 +235,15 @@ class Model:
             raise
 
     def _start(self, stream: ResponseStream) -> None:
+        payload = stream.request.payload
         try:
-            if isinstance(stream.request.payload, GenerationRequest):
-                stream.begin_generation(stream.request.payload)
+            if payload is None:
+                self._executor.submit(stream)
+            elif isinstance(payload, GenerationRequest):
+                stream.begin_generation(payload)
                 self._backend.submit_generation(stream)
-            elif stream.request.payload is not None:
-                self._backend.submit_pooling(stream)
-            elif self._batcher is not None:
-                self._batcher.submit(stream)
             else:
-                self._backend.submit(stream)
+                self._backend.submit_pooling(stream)
         except (ServerError, InvalidParameter) as error:
             stream.fail_with(error)
         except Exception as error:
@@ -245,9 +266,15 @@ class Model:
         return True
 
     async def unload(self, timeout: float | None) -> None:
-        """Wait for the requests in flight, cancel them after `timeout` seconds, and release the backend's resources."""
+        """Wait for the requests in flight, cancel the rest, and release the backend's resources.
+
+        All of this takes at most `timeout` seconds, of which the backend has what the requests leave, but at least a
+        fifth and `MIN_UNLOAD_TIME`. A backend that takes longer is abandoned: its processes are killed, its threads
+        go on.
+        """
         self._retired = True
-        if not await self.drain(timeout):
+        started = time.monotonic()
+        if not await self.drain(None if timeout is None else timeout * (1 - BACKEND_SHARE)):
             for stream in tuple(self._in_flight):
                 stream.cancel()
                 stream.fail(Unavailable(f"model '{self.name}' is unloaded, the request did not end in time"))
@@ -257,7 +284,8 @@ class Model:
             await self._cached.close()
         await self._backend.request_tasks.end()
         try:
-            await self._backend.unload()
+            left = None if timeout is None else timeout - (time.monotonic() - started)
+            await unload_backend(self._backend, left)
         finally:
             if self._limited is not None:
                 self._limited.close()
@@ -327,27 +355,27 @@ class Model:
         if self._sequences is not None:
             self._sequences.observe(stream, response)
         request = stream.request
-        if isinstance(response.result, GenerationOutput):
+        if response.result is not None and isinstance(response.result, GenerationOutput):
             stream.observe_generation(response.result)
         if request.requested_outputs or request.classification or self.signature.reshapes_outputs:
             self._shape_outputs(request, response)
         if self._cached is not None:
-            self._cached.observe(stream.request, response)
+            self._cached.observe(request, response)
         if response.error is not None and stream.failure is None:
-            stream.failure = _reason(response.error, stream.request)
+            stream.failure = _reason(response.error, request)
         if self.decoupled:
-            outcome = _outcome(response, stream.request)
-            self.statistics.responses.record(stream.timeline, response.made, outcome)
+            outcome = _outcome(response, request)
+            self.statistics.responses.record(stream.timeline, response.created_ns, outcome)
         if stream.trace is not None:
-            stream.trace.observe(stream.timeline, response, stream.request.inputs)
+            stream.trace.observe(stream.timeline, response, request.inputs)
         if response.final:
             self._count(stream)
             self._remove(stream)
 
     def _shape_outputs(self, request: InferenceRequest, response: InferenceResponse) -> None:
-        wanted = request.requested_outputs
-        if wanted:
-            response.outputs = [tensor for tensor in response.outputs if tensor.name in wanted]
+        requested = request.requested_outputs
+        if requested:
+            response.outputs = [tensor for tensor in response.outputs if tensor.name in requested]
         try:
             response.outputs = self.signature.restore(response.outputs)
             if request.classification:

@@ -15,7 +15,7 @@ from neso.server.backlog import DEFAULT_LIMIT
 from neso.server.cache_options import RedisOptions
 from neso.server.errors import InvalidArgument
 from neso.server.metrics.config import MetricsConfig
-from neso.server.repository.names import stays_inside
+from neso.server.repository.names import is_inside
 from neso.server.trace_config import TraceConfig
 
 
@@ -137,7 +137,7 @@ class ServerOptions:
     """Options of the core; each frontend has separate options. Raises `ServerError` for invalid options.
 
     Options without a flag:
-    - unload_timeout: timeout in seconds for requests in flight when a model is unloaded or replaced
+    - replace_timeout: seconds that requests in flight have to end on a version that was replaced by a reload
     - response_cache_size: bytes of the in-memory response cache; 0 disables it
     - redis_cache: response cache in Redis, instead of in memory
     - config_checks: called with each `ModelConfig`; a raised `ServerError` fails the load of the model
@@ -209,7 +209,15 @@ class ServerOptions:
             topic="Process",
         ),
     ] = 30.0
-    unload_timeout: float = 300.0
+    unload_timeout: Annotated[
+        float,
+        Flag(
+            "unload-timeout-secs",
+            "Seconds that requests in flight and the instances of a model have to end when it is unloaded.",
+            number(0),
+        ),
+    ] = 60.0
+    replace_timeout: float = 300.0
     disable_auto_complete_config: Annotated[bool, FlagGroup(_disable_auto_complete)] = False
     backend_directory: Annotated[
         Path | None,
@@ -301,7 +309,7 @@ class ServerOptions:
         ):
             if not value >= minimum:
                 raise InvalidArgument(f"{name} must be at least {minimum}, got {value}")
-        if not stays_inside(self.model_config_name):
+        if not is_inside(self.model_config_name):
             raise InvalidArgument(
                 f"model_config_name must be the name of a file in 'configs', got '{self.model_config_name}'"
             )

@@ -143,7 +143,7 @@ def _engines(server: ServerProcess) -> list[psutil.Process]:
 
 
 def test_engine_crash_affects_only_its_model():
-    with ServerProcess("first=neso-pilot", "second=neso-pilot") as server:
+    with ServerProcess("first=neso-pilot", "second=neso-pilot", "--engine-config=max_restarts=0") as server:
         assert len(_engines(server)) == 2
         _engines(server)[0].kill()
         wait_until(lambda: server.get("/v2/health/ready")[0] == 400)
@@ -153,8 +153,8 @@ def test_engine_crash_affects_only_its_model():
             for name in ("first", "second")
         }
         assert sorted(code for code, _ in status.values()) == [200, 503]
-        (answer,) = (answer for code, answer in status.values() if code == 503)
-        assert "SIGKILL" in answer["error"]
+        (response,) = (response for code, response in status.values() if code == 503)
+        assert "SIGKILL" in response["error"]
         assert server.stop() == 0
 
 

@@ -95,7 +95,7 @@ class GenerateEndpoint:
                     return model.submit(inference), fields_of
         inference = _read_tensors(document, model, version)
         inference.client, inference.input_bytes = client, len(request.body)
-        return self._service.stream(model, inference, request.header_items, request.trace), None
+        return self._service.submit(model, inference, request.header_items, request.trace), None
 
 
 def _read_text_values(

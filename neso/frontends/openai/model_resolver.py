@@ -213,7 +213,7 @@ class ModelResolver:
         try:
             return self._core.model(name)
         except (NotFound, Unavailable) as error:
-            if not self._core.live() or self._is_loading(name):
+            if self._core.stopping or self._is_loading(name):
                 raise  # 503: the client can retry
             problem = "does not exist" if isinstance(error, NotFound) else "is not loaded"
             raise ApiError(
@@ -262,6 +262,6 @@ def _read_adapter_file(path: Path) -> dict[str, str]:
         logger.error("%s cannot be read: %s", path, error)
         return {}
     if not isinstance(content, dict):
-        logger.error("%s must hold an object of names", path)
+        logger.error("%s must contain a JSON object of names", path)
         return {}
     return {name: str(value) if isinstance(value, int) else name for name, value in content.items()}

@@ -123,7 +123,7 @@ def operation(method: str, *paths: str, tag: str, **declaration: Any) -> Callabl
 
 
 def operations_of(resource: type) -> Iterator[tuple[str, Operation]]:
-    """Return the names of a class's handlers and their operations, in the order of definition."""
+    """Yield the names of a class's handlers and their operations, in the order of definition."""
     for name, member in vars(resource).items():
         if (declared := getattr(member, "operation", None)) is not None:
             yield name, declared
@@ -214,9 +214,9 @@ class Endpoint:
 
 
 def error_response(error: ApiError, *, like_triton: bool = False) -> Response:
-    """Create the response for an error, in OpenAI's format or in that of Triton's OpenAI front end."""
+    """Create the response for an error, in OpenAI's format or in that of Triton's OpenAI frontend."""
     headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
-    if like_triton and error.status != 413:  # Triton's front end rejects large bodies in OpenAI's format
+    if like_triton and error.status != 413:  # Triton's frontend rejects large bodies in OpenAI's format
         status, body = triton_error(error)
         return Response(body, status, headers, media_type="application/json")
     return Response(error.body(), error.status, headers, media_type="application/json")

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from neso.server.backend import ModelContext
 from neso.server.config.model_config import differ_in_instances_only, is_ensemble
-from neso.server.errors import InternalError, ServerError
+from neso.server.errors import InternalError, ServerError, Unavailable
 from neso.server.loading.loader import ModelPlan, backend_settings, plan_model, warm_up
 from neso.server.loading.model_table import UNLOADED, LoadLocks, ModelRecord, ModelTable, VersionSlot
 from neso.server.memory import release_memory
 from neso.server.metadata import ModelState
 from neso.server.metrics.latency import ModelLatencies, first_response_histogram
-from neso.server.model import Model
+from neso.server.model import Model, unload_backend
 from neso.server.options import ServerOptions
 from neso.server.rate_limiter.limiter import LimitedInstances
 from neso.server.repository.source import ModelSource, find_versions
@@ -83,7 +83,7 @@ class ModelLifecycle:
         async with self._locks.loading(record.id):
             if record not in self._table.stale_ensembles():
                 return
-            source, record.checked = record.wanted, next(self._clock)
+            source, record.checked = record.requested, next(self._clock)
             assert source is not None
             missing = [step for step in sorted(record.steps) if not self._serves(step)]
             if missing:
@@ -101,16 +101,16 @@ class ModelLifecycle:
         return any(record.models for record in self._table.named(name))
 
     async def _load(self, record: ModelRecord, source: ModelSource) -> None:
-        old, before = record.slots, record.wanted
+        old, before = record.slots, record.requested
         serving = bool(record.models)
-        record.wanted = source
+        record.requested = source
         if not serving:
             newest = (find_versions(source.directory) or [0])[-1]
             record.slots = {newest: VersionSlot(ModelState.LOADING)}
         try:
             fresh = await self._load_all(record, source, keep_old=serving)
         except asyncio.CancelledError:
-            record.wanted = before
+            record.requested = before
             if not serving:
                 record.slots = {}
             raise
@@ -131,14 +131,24 @@ class ModelLifecycle:
         return not known
 
     async def unload(self, id: str, timeout: float | None) -> None:
-        """Unload all versions of a model once their requests in flight have ended."""
-        async with self._locks.lock(id):
+        """Unload all versions of a model once their requests in flight have ended; see `Model.unload`.
+
+        Raises `Unavailable` if the model is still being loaded after `timeout` seconds.
+        """
+        lock = self._locks.lock(id)
+        try:
+            await asyncio.wait_for(lock.acquire(), timeout)
+        except asyncio.TimeoutError:
+            raise Unavailable(f"model '{id}' cannot be unloaded: it is still being loaded") from None
+        try:
             record = self._table.get(id)
             if record is None:
                 return
-            record.explicit, record.wanted = False, None
+            record.explicit, record.requested = False, None
             if await self._unload(record, timeout, UNLOADED) and not self._ending:
                 await asyncio.to_thread(release_memory)
+        finally:
+            lock.release()
 
     async def forget(self, id: str) -> None:
         """Remove a model from the table after it was unloaded."""
@@ -162,7 +172,23 @@ class ModelLifecycle:
     async def unload_all(self, timeout: float | None) -> None:
         """Unload all models, including replaced ones, when the server stops."""
         self._ending = True
-        await asyncio.gather(*(self.unload(record.id, timeout) for record in self._table), *self._retiring)
+        unloads = (self.unload(record.id, timeout) for record in self._table)
+        results = await asyncio.gather(*unloads, self._end_retiring(timeout), return_exceptions=True)
+        for result in results:
+            if isinstance(result, ServerError):
+                logger.error(result.message)
+            elif isinstance(result, BaseException):
+                raise result
+
+    async def _end_retiring(self, timeout: float | None) -> None:
+        """Wait for the replaced models; unload them at once after `timeout` seconds."""
+        if not self._retiring:
+            return
+        _, pending = await asyncio.wait(self._retiring, timeout=timeout)
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
 
     async def _load_all(
         self, record: ModelRecord, source: ModelSource, *, keep_old: bool
@@ -234,7 +260,7 @@ class ModelLifecycle:
         raise AssertionError  # unreachable
 
     async def _make(self, plan: ModelPlan, version: int) -> Model:
-        limited = self._admit(plan)
+        limited = self._register(plan)
         try:
             return await self._make_limited(plan, version, limited)
         except BaseException:
@@ -242,7 +268,7 @@ class ModelLifecycle:
                 limited.close()
             raise
 
-    def _admit(self, plan: ModelPlan) -> LimitedInstances | None:
+    def _register(self, plan: ModelPlan) -> LimitedInstances | None:
         """Register the instances with the rate limiter. Raises `InvalidArgument` for unsatisfiable resources."""
         limiter = self._core.rate_limiter
         if limiter is None:
@@ -254,7 +280,7 @@ class ModelLifecycle:
                     plan.source.name,
                 )
             return None
-        return limiter.admit(plan.config)
+        return limiter.register(plan.config)
 
     async def _make_limited(self, plan: ModelPlan, version: int, limited: LimitedInstances | None) -> Model:
         config = type(plan.config)()
@@ -284,6 +310,9 @@ class ModelLifecycle:
             model = Model(context, backend)
             await warm_up(context, backend, model.signature)
             return model
+        except asyncio.CancelledError:  # the server stops
+            await unload_backend(backend, 0)
+            raise
         except BaseException:
             await backend.unload()
             raise
@@ -315,7 +344,11 @@ class ModelLifecycle:
         record.slots = dict(sorted(slots.items()))
 
     async def _retire(self, model: Model, slot: VersionSlot | None) -> None:
-        await self._unload_model(model, self._core.options.unload_timeout)
+        try:
+            await self._unload_model(model, self._core.options.replace_timeout)
+        except asyncio.CancelledError:  # the server stops
+            await self._unload_model(model, 0)
+            raise
         del model
         if slot is not None and slot.state is ModelState.UNLOADING:
             slot.close()
