@@ -194,13 +194,17 @@ class Endpoint:
             elif isinstance(result, str):
                 result = Response(result, media_type=TEXT)
         except Exception as error:
-            api_error = to_api_error(error)
-            if self._like_triton and api_error.status == 404 and self._operation.request is not None:
-                api_error.status = 400  # an unknown model in a body
-            result = error_response(api_error, like_triton=self._like_triton)
+            result = self._error_response(error)
         if context.trace is not None:
             context.trace.sending("HTTP")
         await result(scope, receive, send)
+
+    def _error_response(self, error: Exception) -> Response:
+        """Create the response for an exception. A variable in the caller would make a reference cycle with its frame."""
+        api_error = to_api_error(error)
+        if self._like_triton and api_error.status == 404 and self._operation.request is not None:
+            api_error.status = 400  # an unknown model in a body
+        return error_response(api_error, like_triton=self._like_triton)
 
     def _start_trace(self, body: BaseModel, scope: Scope, started: int) -> Trace | None:
         model: str = body.model  # type: ignore[attr-defined]  # all requests of cancellable operations have it

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from asgi_client import Answer, AsgiClient
+from asgi_client import AsgiClient
 from eventually import until
 from scripted_model import ScriptedModel
 
@@ -52,7 +52,7 @@ async def test_client_with_too_many_sequences_is_told_to_wait(
 async def test_request_with_too_many_sequences_is_invalid(
     client: AsgiClient, script: ScriptedModel, body: dict[str, Any]
 ) -> None:
-    answer: Answer = await client.post("/v1/completions", body)
+    answer = await client.post("/v1/completions", body)
     assert answer.status == 400
     assert "4 sequences, at most 3 are allowed" in answer.json()["error"]["message"]
     assert not script.requests

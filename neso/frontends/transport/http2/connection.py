@@ -171,7 +171,7 @@ class Http2Connection(asyncio.Protocol):
         self.writer.wake_waiters()
         self._reset_streams()
         self.writer.release()
-        del self._handler, self.keepalive, self.graceful_goaway  # they refer to this connection
+        del self._handler, self.ignore, self.keepalive, self.graceful_goaway  # they refer to this connection
         context = self._context
         context.connections.discard(self)
         if self._admission is not None:
