@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,16 +22,20 @@ MAX_CLASSES = 1_000_000
 
 
 class Classifier:
-    """Converts outputs of one model version to classification results."""
+    """Converts outputs of one model version to classification results. `labels`: by output and index."""
 
-    def __init__(self, config: Any, directory: Path) -> None:
-        """Read the label files in the model's folder. Raises `InvalidArgument`."""
+    def __init__(
+        self, config: Any, directory: Path, inherited: Mapping[str, Sequence[str]] = MappingProxyType({})
+    ) -> None:
+        """Read the label files in the model's folder. Raises `InvalidArgument`.
+
+        `inherited`: labels of outputs without a label file.
+        """
         self._batched = config.max_batch_size > 0
-        self._labels = {
-            output.name: _read_labels(directory, output.label_filename, config.name)
-            for output in config.output
-            if output.label_filename
-        }
+        self.labels: dict[str, Sequence[str]] = {**inherited}
+        for output in config.output:
+            if output.label_filename:
+                self.labels[output.name] = _read_labels(directory, output.label_filename, config.name)
 
     def classify(self, outputs: list[Tensor], wanted: Mapping[str, int]) -> list[Tensor]:
         """Replace each output in `wanted` by its `wanted[name]` top classes. Raises `InvalidArgument`."""
@@ -50,7 +55,7 @@ class Classifier:
         if size > MAX_CLASSES:
             raise InvalidArgument("classification output tensor too large")
         count = min(count, size)
-        labels = self._labels.get(tensor.name, [])
+        labels = self.labels.get(tensor.name, ())
         rows = batch[0] if batch else 1
         texts = np.empty((rows, count), np.object_)
         for row, values in zip(texts, tensor.array.reshape(rows, size), strict=True):
@@ -76,7 +81,7 @@ def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
     return len(values) - 1 - backwards
 
 
-def _class_text(value: Any, index: int, labels: list[str]) -> bytes:
+def _class_text(value: Any, index: int, labels: Sequence[str]) -> bytes:
     """Format a value like C++'s `std::to_string`: floats with six decimals."""
     number = str(value) if isinstance(value, np.integer) else f"{float(value):f}"
     text = f"{number}:{index}"

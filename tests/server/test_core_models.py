@@ -289,11 +289,15 @@ async def test_load_with_a_configuration_and_files(repository, start_core):
     model = core.model("made", "5")
     (response,) = await collect(ask(model, IN=np.ones((2, 1), np.float32)))
     assert response.output("OUT").shape == (2, 1)
-    with pytest.raises(InvalidArgument, match="requires the model config"):
+    await core.load_model("rooted", json.dumps(config), {"file:/1/model.py": IDENTITY.encode()})
+    assert core.model("rooted").ready()
+    failed = "failed to load '{}', failed to poll from model repository: .*{}"
+    with pytest.raises(InvalidArgument, match=failed.format("made", "requires the model config")):
         await core.load_model("made", files={"1/model.py": b""})
-    with pytest.raises(InvalidArgument, match="must stay inside"):
-        await core.load_model("made", json.dumps(config), {"../model.py": b""})
-    with pytest.raises(InvalidArgument, match="failed to parse"):
+    for path in ("../model.py", "file:/../model.py", "file:1/../../model.py", "file:/", "file:"):
+        with pytest.raises(InvalidArgument, match=failed.format("made", "must stay inside")):
+            await core.load_model("made", json.dumps(config), {path: b""})
+    with pytest.raises(InvalidArgument, match=failed.format("identity", "failed to parse")):
         await core.load_model("identity", "{")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from neso.backends.ensemble.graph import EnsembleGraph
@@ -41,6 +42,17 @@ class EnsembleBackend(Backend):
             self._find_model(step.model, step.version).decoupled for step in self._graph.steps
         )
         self.context.config.model_transaction_policy.decoupled = self._decoupled
+
+    @property
+    def output_labels(self) -> Mapping[str, Sequence[str]]:
+        """Labels of the steps' outputs that the ensemble returns."""
+        labels: dict[str, Sequence[str]] = {}
+        for name in self._graph.outputs:
+            step = self._graph.producer(name)
+            if step is not None:
+                output = next(output for output, tensor in step.outputs.items() if tensor == name)
+                labels[name] = self._find_model(step.model, step.version).labels.get(output, ())
+        return labels
 
     def submit(self, request: ResponseStream) -> None:
         EnsembleRun(self._graph, request, self._find_model, self._decoupled).start()

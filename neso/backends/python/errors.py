@@ -49,6 +49,10 @@ class TritonError:
     CANCELLED = 7
 
     def __init__(self, message: str, code: int = INTERNAL) -> None:
+        if message is None or code not in _CODES:
+            raise TypeError(
+                f"TritonError needs a message and a code of TritonError, got {message!r}, {code!r}"
+            )
         self._message = message if isinstance(message, str) else str(message)
         self._code = code
         if self._message.startswith(_TRACEBACK):

@@ -20,7 +20,6 @@ from neso.generation import (
     SamplingParams,
     TokenizerLike,
     cut_text,
-    encode_text,
 )
 from neso.generation.guided_decoding import NAMES, read_guided_decoding
 
@@ -186,9 +185,12 @@ async def truncate_prompt(
     kept = max_model_len - 1 if num_tokens < 0 else num_tokens
     if not isinstance(prompt, str):
         return prompt[-kept:]
-    text, _ = await asyncio.to_thread(cut_text, tokenizer, prompt, kept, from_end=True)
-    ids = await encode_text(tokenizer, text, add_special_tokens=add_special_tokens)
-    return ids[-kept:]
+
+    def encode_end() -> list[int]:
+        text, _ = cut_text(tokenizer, prompt, kept, from_end=True)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)[-kept:]
+
+    return await asyncio.to_thread(encode_end)
 
 
 def generation_request(
