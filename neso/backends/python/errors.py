@@ -35,8 +35,8 @@ class _Message(str):
 class TritonError:
     """Error of a response: a message and one of the codes below.
 
-    Some models send a traceback. It is logged; the message is that of the exception, because a traceback shows the server's
-    paths. If the exception reports the error of a called model, the code is that error's.
+    Some models send a traceback. It is logged; the message is that of the exception, because a traceback shows the
+    server's paths. If the exception reports the error of a called model, the code is that error's.
     """
 
     UNKNOWN = 0
