@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from neso.generation import GenerationRequest, PoolingRequest
 from neso.server.config.scheduling import instances_of
 from neso.server.errors import Cancelled, InvalidArgument
+from neso.server.import_turn import IMPORT_SECONDS, import_turn
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.repository.names import stays_inside
 
@@ -42,8 +42,6 @@ EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
 ENTRY_POINT_GROUP = "neso.backends"
 TextFields = Callable[["GenerationOutput"], dict[str, Any]]
 """Converts an output to fields of a JSON response of the generate extension."""
-_IMPORTING = threading.Lock()
-"""Serializes imports: models load in threads, and concurrent imports of interdependent backends can deadlock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +197,17 @@ class Backend(ABC):
 
     @abstractmethod
     async def unload(self) -> None:
-        """Finish the requests in flight (no new requests are submitted), then release all resources."""
+        """Finish the requests in flight (no new requests are submitted), then release all resources.
+
+        Cancelled when it takes too long; it must then kill its processes.
+        """
 
     def ready(self) -> bool:
         """Return whether requests can be executed now."""
+        return True
+
+    def live(self) -> bool:
+        """Return False if the model has failed for good and only a restart of the server or a reload can help."""
         return True
 
     async def check_ready(self) -> bool:
@@ -260,7 +265,7 @@ def find_backend(name: str, directory: Path | None = None) -> type[Backend]:
     target = BUILTIN.get(name)
     file = python_based_file(name, directory)
     try:
-        with _IMPORTING:
+        with import_turn.held(IMPORT_SECONDS):
             if file is not None:
                 python = _imported(BUILTIN["python"])
                 found: Any = type(python.__name__, (python,), {"model_file": file})

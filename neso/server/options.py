@@ -135,7 +135,7 @@ class ServerOptions:
     """Options of the core; each frontend has separate options. Raises `ServerError` for invalid options.
 
     Options without a flag:
-    - unload_timeout: timeout in seconds for requests in flight when a model is unloaded or replaced
+    - replace_timeout: seconds that requests in flight have to end on a version that was replaced by a reload
     - response_cache_size: bytes of the in-memory response cache; 0 disables it
     - redis_cache: response cache in Redis, instead of in memory
     - config_checks: called with each `ModelConfig`; a raised `ServerError` fails the load of the model
@@ -207,7 +207,15 @@ class ServerOptions:
             topic="Process",
         ),
     ] = 30.0
-    unload_timeout: float = 300.0
+    unload_timeout: Annotated[
+        float,
+        Flag(
+            "unload-timeout-secs",
+            "Seconds that requests in flight and the instances of a model have to end when it is unloaded.",
+            number(0),
+        ),
+    ] = 60.0
+    replace_timeout: float = 300.0
     disable_auto_complete_config: Annotated[bool, FlagGroup(_disable_auto_complete)] = False
     backend_directory: Annotated[
         Path | None,

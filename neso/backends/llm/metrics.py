@@ -243,7 +243,8 @@ class LlmMetrics(GenerationMetrics):
     ) -> None:
         super().__init__(registry, model, version)
         self.adapters = AdapterMetrics(registry, model, version, info.lora) if info.lora.enabled else None
-        self._gauges = EngineGauges(registry, model, version, stats, info, iterations=iterations)
+        self._make_gauges = partial(EngineGauges, registry, model, version, stats, iterations=iterations)
+        self._gauges = self._make_gauges(info)
         self._steps = 0
         self.input_length, self.output_length = (
             registry.histogram(
@@ -263,6 +264,11 @@ class LlmMetrics(GenerationMetrics):
         if stats.step > self._steps:
             self._steps = stats.step
             self.step_tokens.observe(stats.num_batched_tokens)
+
+    def replace_engine(self, info: EngineInfo) -> None:
+        """Use the properties of a restarted engine: the size of its cache can be different."""
+        self._gauges.close()
+        self._gauges = self._make_gauges(info)
 
     def close(self) -> None:
         """Remove the gauges of an unloaded model; counters and histograms stay."""

@@ -27,6 +27,7 @@ from neso.backends.python.thread_instances import InstancePool, ThreadInstancePo
 from neso.server.backend import Backend
 from neso.server.config.model_config import config_to_dict
 from neso.server.errors import InvalidArgument, ServerError, Unavailable
+from neso.server.import_turn import IMPORT_SECONDS, import_turn
 from neso.server.inference_response import ResponseStream
 from neso.server.statistics import Timeline
 
@@ -171,7 +172,8 @@ def auto_complete(config: Any, directory: Path, code: ModelCode, settings: Pytho
 
 
 def _complete_in_thread(values: dict[str, Any], code: ModelCode) -> dict[str, Any]:
-    model_class = load_model_class(code, values["name"])
+    with import_turn.held(IMPORT_SECONDS):
+        model_class = load_model_class(code, values["name"])
     try:
         with model_folder(code.folder):
             return complete_config(values, model_class)

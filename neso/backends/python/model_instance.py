@@ -27,6 +27,7 @@ from neso.backends.python.request import InferenceRequest
 from neso.backends.python.response import InferenceResponse, ModelOutputs, RequestStream, Responder
 from neso.backends.python.server_access import ServerAccess, server_access
 from neso.server.errors import Cancelled, InternalError
+from neso.server.import_turn import IMPORT_SECONDS, INITIALIZE_SECONDS, import_turn
 from neso.server.inference_response import NEVER_EXECUTED
 from neso.server.log.settings import request_fields
 from neso.server.statistics import Timeline
@@ -143,7 +144,8 @@ class ModelInstance:
 
     def _load_and_serve(self) -> None:
         try:
-            model_class = load_model_class(self._code, self._args["model_name"])
+            with import_turn.held(IMPORT_SECONDS):
+                model_class = load_model_class(self._code, self._args["model_name"])
         except Exception as error:
             self.started.set_exception(error)
             return
@@ -154,13 +156,14 @@ class ModelInstance:
 
     def _serve(self, model_class: type[Any]) -> None:
         try:
-            model = model_class()
-            if not callable(getattr(model, "execute", None)):
-                raise TritonModelException(
-                    f"TritonPythonModel in '{self._code.file}' has no execute function"
-                )
-            if hasattr(model, "initialize"):
-                self._context.run(model.initialize, self._args)
+            with import_turn.held(INITIALIZE_SECONDS):
+                model = model_class()
+                if not callable(getattr(model, "execute", None)):
+                    raise TritonModelException(
+                        f"TritonPythonModel in '{self._code.file}' has no execute function"
+                    )
+                if hasattr(model, "initialize"):
+                    self._context.run(model.initialize, self._args)
         except Exception as error:
             self.started.set_exception(error)
             return

@@ -211,7 +211,7 @@ class ModelResolver:
         try:
             return self._core.model(name)
         except (NotFound, Unavailable) as error:
-            if not self._core.live() or self._is_loading(name):
+            if self._core.stopping or self._is_loading(name):
                 raise  # 503: the client can retry
             problem = "does not exist" if isinstance(error, NotFound) else "is not loaded"
             raise ApiError(
