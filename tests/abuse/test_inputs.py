@@ -108,7 +108,10 @@ def test_bodies_of_many_values(server: AttackedServer) -> None:
         ("/v1/completions", b'{"model":"neso-pilot","prompt":[' + b"1," * 1_000_000 + b'"a"]}'),
         ("/v1/completions", b'{"model":"neso-pilot","prompt":[' + b"[]," * 1_000_000 + b"[1]]}"),
         ("/v1/embeddings", b'{"model":"embedder","input":[' + b'"a",' * 1_000_000 + b"1]}"),
-        ("/v1/chat/completions", b'{"model":"neso-pilot","messages":[' + b'{"role":"x"},' * 200_000 + b"{}]}"),
+        (
+            "/v1/chat/completions",
+            b'{"model":"neso-pilot","messages":[' + b'{"role":"x"},' * 200_000 + b"{}]}",
+        ),
     ]
 
     def attack() -> None:

@@ -282,7 +282,7 @@ class PoolingApi:
     ) -> tuple[Float32Array, list[PooledOutput]]:
         """Compute scores float32[pairs]; `field` is the request field of `documents`. Raises `ApiError`."""
         if not isinstance(documents, str) and not 0 < len(documents) <= MAX_PROMPTS:
-            raise invalid(field, f"'{field}' must hold between 1 and {MAX_PROMPTS} texts.")
+            raise invalid(field, f"'{field}' must contain between 1 and {MAX_PROMPTS} texts.")
         model = self._resolver.find_pooling(request.model)
         try:
             scoring = Scoring.of(model.pooling_model.pooling, queries, documents, activation=activation)
@@ -311,7 +311,7 @@ def _inputs(request: EmbeddingRequest) -> list[str | list[int]]:
     else:
         inputs = list(given)
     if not inputs or any(not text for text in inputs):
-        raise invalid("input", "'input' must not be empty, nor hold anything empty.")
+        raise invalid("input", "'input' must not be empty or contain empty items.")
     if len(inputs) > MAX_PROMPTS:
         raise invalid("input", f"'input' holds {len(inputs)} texts, at most {MAX_PROMPTS} are allowed.")
     return inputs

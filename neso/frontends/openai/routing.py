@@ -116,7 +116,7 @@ def operation(method: str, *paths: str, tag: str, **declaration: Any) -> Callabl
 
 
 def operations_of(resource: type) -> Iterator[tuple[str, Operation]]:
-    """Return the names of a class's handlers and their operations, in the order of definition."""
+    """Yield the names of a class's handlers and their operations, in the order of definition."""
     for name, member in vars(resource).items():
         if (declared := getattr(member, "operation", None)) is not None:
             yield name, declared
@@ -205,8 +205,8 @@ class Endpoint:
 
 
 def error_response(error: ApiError, *, like_triton: bool = False) -> Response:
-    """Create the response for an error, in OpenAI's format or in that of Triton's OpenAI front end."""
-    if like_triton and error.status != 413:  # Triton's front end rejects large bodies in OpenAI's format
+    """Create the response for an error, in OpenAI's format or in that of Triton's OpenAI frontend."""
+    if like_triton and error.status != 413:  # Triton's frontend rejects large bodies in OpenAI's format
         status, body = triton_error(error)
         return Response(body, status, media_type="application/json")
     return Response(error.body(), error.status, media_type="application/json")

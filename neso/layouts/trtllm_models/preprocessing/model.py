@@ -116,7 +116,7 @@ class TritonPythonModel:
             return np.zeros((batch_size, 0), np.float32)
         if words is None or weights is None or words.size != weights.size:
             raise ValueError(
-                "embedding_bias_words and embedding_bias_weights must come together, one for one"
+                "embedding_bias_words and embedding_bias_weights must have the same number of elements"
             )
         biases = np.zeros((batch_size, self.vocab_size), np.float32)
         rows = zip(biases, words.reshape(batch_size, -1), weights.reshape(batch_size, -1), strict=True)
