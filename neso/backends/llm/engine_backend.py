@@ -47,7 +47,7 @@ from neso.server.errors import Cancelled, InternalError, InvalidArgument, NotFou
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 
-FRONT_END_PARAMETERS = ("tool_call_parser", "reasoning_parser")
+FRONTEND_PARAMETERS = ("tool_call_parser", "reasoning_parser")
 """Model parameters for the OpenAI frontend; they are not engine options."""
 
 
@@ -64,7 +64,7 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
     options |= {
         name: value.string_value
         for name, value in config.parameters.items()
-        if name not in FRONT_END_PARAMETERS
+        if name not in FRONTEND_PARAMETERS
     }
     adapters = read_object(version_directory / "multi_lora.json")
     if adapters and str(options.get("enable_lora", "")).lower() in ("true", "1"):

@@ -93,7 +93,7 @@ class GenerateEndpoint:
                 if fields_of is not None:
                     return model.submit(inference), fields_of
         inference = _read_tensors(document, model, version)
-        return self._service.stream(model, inference, request.header_items, request.trace), None
+        return self._service.submit(model, inference, request.header_items, request.trace), None
 
 
 def _read_text_values(
