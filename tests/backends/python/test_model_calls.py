@@ -283,9 +283,10 @@ SENDS_TRACEBACKS = """
 async def test_traceback_is_not_sent_to_the_client(serve, error, message, code):
     """The client gets the message of the exception, with the code of the called model's error, and no paths."""
     core = await serve(SENDS_TRACEBACKS.format(error=error))
-    (response,) = await collect(ask(core.model("caller"), IN=np.array([1], np.float32)))
+    (response,) = await collect(send_request(core.model("caller"), IN=np.array([1], np.float32)))
     assert response.error is not None
-    assert message in response.error.message and "model.py" not in response.error.message
+    assert message in response.error.message
+    assert "model.py" not in response.error.message
     assert response.error.code is code
 
 
