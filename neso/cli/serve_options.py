@@ -1,4 +1,4 @@
-"""Options of `neso serve`: options of the core and the front ends, built from the flags, and the MODEL arguments."""
+"""Options of `neso serve`: options of the core and the frontends, built from the flags, and the MODEL arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from typing import Any
 from neso.cli.flag_values import FlagValues, OptionError
 from neso.cli.serve_flags import ENGINE_CONFIG, ENGINE_FLAGS, FLAGS, LORA_MODULES, SPECULATIVE_CONFIG
 from neso.flags import Flag
-from neso.frontends.frontend_options import GrpcOptions, HttpOptions, MetricsOptions, http_tls
+from neso.frontends.frontend_options import (
+    ConnectionOptions,
+    GrpcOptions,
+    HttpOptions,
+    MetricsOptions,
+    http_tls,
+)
 from neso.frontends.openai_options import OpenAIOptions
 from neso.server.cache_options import CacheConfig
 from neso.server.errors import ServerError
@@ -41,7 +47,7 @@ class ModelArgument:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """All options of `neso serve`. Disabled front ends are None.
+    """All options of `neso serve`. Disabled frontends are None.
 
     `engine`: options of the engines of `models`, as parameters of the `llm` backend. `warnings`: messages about given
     options that have no effect.
@@ -50,6 +56,7 @@ class ServeOptions:
     server: ServerOptions
     models: tuple[ModelArgument, ...]
     engine: dict[str, str]
+    connections: ConnectionOptions
     http: HttpOptions | None
     grpc: GrpcOptions | None
     metrics: MetricsOptions | None
@@ -91,6 +98,7 @@ class ServeOptions:
             server=server,
             models=_models(names, values["served-model-name"]),
             engine=_engine_options(values),
+            connections=values.build(ConnectionOptions),
             http=values.build(HttpOptions) if values["allow-http"] else None,
             grpc=grpc,
             metrics=values.build(MetricsOptions) if values["allow-metrics"] else None,
@@ -100,7 +108,7 @@ class ServeOptions:
         )
 
     def _check_ports(self) -> None:
-        """Raise `OptionError` if two front ends have the same address and port."""
+        """Raise `OptionError` if two frontends have the same address and port."""
         used: dict[tuple[str, int], str] = {}
         for name, options in (
             ("HTTP", self.http),

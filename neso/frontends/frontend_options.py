@@ -1,4 +1,4 @@
-"""Options of the front ends, with the flags of `neso serve` that set them.
+"""Options of the frontends, with the flags of `neso serve` that set them.
 
 Port 0 selects a free port. Times of the gRPC server are in milliseconds.
 """
@@ -18,6 +18,7 @@ from neso.server.errors import InvalidArgument
 if TYPE_CHECKING:
     from neso.frontends.transport.grpc import GrpcServerOptions
     from neso.frontends.transport.http1 import HttpServerOptions
+    from neso.frontends.transport.tcp import ConnectionLimits
 
 INT_MAX = 2**31 - 1
 
@@ -85,6 +86,29 @@ def grpc_tls(
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    """Limits on the connections of all frontends together."""
+
+    max_connections: Annotated[
+        int, Flag("max-connections", "Maximum number of connections to all ports together.", integer(1))
+    ] = 4096
+    max_per_address: Annotated[
+        int,
+        Flag(
+            "max-connections-per-address",
+            "Maximum number of connections of one client address to all ports together.",
+            integer(1),
+        ),
+    ] = 1024
+
+    def limits(self) -> ConnectionLimits:
+        """Return limits for servers to share."""
+        from neso.frontends.transport.tcp import ConnectionLimits
+
+        return ConnectionLimits(self.max_connections, self.max_per_address)
+
+
+@dataclass(frozen=True, slots=True)
 class HttpOptions:
     """Options of KServe over HTTP. `tls`: PEM files for HTTPS; `reuse_port`: share the port with other processes."""
 
@@ -92,7 +116,7 @@ class HttpOptions:
         str,
         Flag(
             "http-address",
-            "Address of the HTTP front end.",
+            "Address of the HTTP frontend.",
             metavar="HOST",
             default_text="that of --host",
             fallback="host",
@@ -102,7 +126,7 @@ class HttpOptions:
         int,
         Flag(
             "http-port",
-            "Port of the HTTP front end: KServe, and the OpenAI API under /v1.",
+            "Port of the HTTP frontend: KServe, and the OpenAI API under /v1.",
             PORT,
             aliases=("port", "kserve-http-port"),
         ),
@@ -177,7 +201,7 @@ def _grpc_restrictions(texts: list[str]) -> Restrictions:
 
 @dataclass(frozen=True)
 class GrpcOptions:
-    """Address, limits and keepalive of KServe over gRPC; the defaults are Triton's.
+    """Address, limits and keepalive of KServe over gRPC; the defaults of keepalive are Triton's.
 
     `max_connection_age_ms`: 0 means no limit.
     """
@@ -186,16 +210,39 @@ class GrpcOptions:
         str,
         Flag(
             "grpc-address",
-            "Address of the gRPC front end.",
+            "Address of the gRPC frontend.",
             metavar="HOST",
             default_text="that of --host",
             fallback="host",
         ),
     ] = "0.0.0.0"
     port: Annotated[
-        int, Flag("grpc-port", "Port of the gRPC front end.", PORT, aliases=("kserve-grpc-port",))
+        int, Flag("grpc-port", "Port of the gRPC frontend.", PORT, aliases=("kserve-grpc-port",))
     ] = 8001
-    max_message_bytes: int = INT_MAX
+    max_message_bytes: Annotated[
+        int,
+        Flag(
+            "grpc-max-message-size",
+            "Maximum size of a request message in bytes, also when decompressed.",
+            integer(1, INT_MAX),
+        ),
+    ] = 64 << 20
+    max_streams: Annotated[
+        int,
+        Flag("grpc-max-concurrent-streams", "Maximum number of calls in flight of a connection.", integer(1)),
+    ] = 256
+    max_connection_memory: Annotated[
+        int,
+        Flag(
+            "grpc-max-connection-memory",
+            "Maximum memory for the requests in flight of a connection in bytes.",
+            integer(1),
+        ),
+    ] = 256 << 20
+    max_memory: Annotated[
+        int,
+        Flag("grpc-max-memory", "Maximum memory for the requests in flight of all connections.", integer(1)),
+    ] = 1 << 30
     reuse_port: Annotated[
         bool, Flag("reuse-grpc-port", "Share the port with other servers that set this option.")
     ] = False
@@ -288,6 +335,9 @@ class GrpcOptions:
             reuse_port=self.reuse_port,
             tls=None if self.tls is None else self.tls.context("h2"),
             http2=Http2Options(
+                max_streams=self.max_streams,
+                max_connection_memory=self.max_connection_memory,
+                max_server_memory=self.max_memory,
                 keepalive_time=self.keepalive_time_ms / 1000,
                 keepalive_timeout=self.keepalive_timeout_ms / 1000,
                 min_ping_interval=self.http2_min_recv_ping_interval_without_data_ms / 1000,
@@ -301,13 +351,13 @@ class GrpcOptions:
 
 @dataclass(frozen=True, slots=True)
 class MetricsOptions:
-    """Address of the metrics front end."""
+    """Address of the metrics frontend."""
 
     host: Annotated[
         str,
         Flag(
             "metrics-address",
-            "Address of the metrics front end.",
+            "Address of the metrics frontend.",
             metavar="HOST",
             default_text="that of HTTP",
             fallback="http-address",

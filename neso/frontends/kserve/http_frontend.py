@@ -1,4 +1,4 @@
-"""HTTP front end: routes, restricted APIs and mounted applications."""
+"""HTTP frontend: routes, restricted APIs and mounted applications."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from neso.frontends.transport.http1 import (
     error_response,
 )
 from neso.frontends.transport.http1.asgi import AsgiCallable
+from neso.frontends.transport.tcp import ConnectionLimits
 from neso.server.core import Core
 from neso.server.errors import ServerError
 
 _MODEL_PREFIXES = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:digits}")
 _REPOSITORY_PREFIXES = ("/v2/repository", "/v2/repository/{repository}")
+_RESPONSES = (Response, PendingResponse)
 
 
 class Route(NamedTuple):
@@ -40,7 +42,7 @@ class Route(NamedTuple):
 
 
 def routes(service: KServeService, max_input_size: int) -> Iterator[Route]:
-    """Return all routes. `max_input_size`: bytes of a decompressed request body."""
+    """Yield all routes. `max_input_size`: bytes of a decompressed request body."""
     handlers = HttpHandlers(service)
     infer, generate = InferEndpoint(service, max_input_size), GenerateEndpoint(service)
     yield Route("GET", "/v2", "metadata", handlers.server_metadata)
@@ -93,10 +95,12 @@ def routes(service: KServeService, max_input_size: int) -> Iterator[Route]:
 class KServeHttp:
     """Serves a core over HTTP, on the core's event loop. Mount further applications before `start`."""
 
-    def __init__(self, core: Core, options: HttpOptions | None = None) -> None:
+    def __init__(
+        self, core: Core, options: HttpOptions | None = None, limits: ConnectionLimits | None = None
+    ) -> None:
         self.options = options = options or HttpOptions()
         self._apps: list[AsgiApp] = []
-        self._server = HttpServer(self._handle, options.server())
+        self._server = HttpServer(self._handle, options.server(), limits)
         self._router = Router()
         for route in routes(KServeService(core, options.header_forwarding), options.max_input_size):
             required = options.restrictions.get(route.group)
@@ -146,7 +150,7 @@ class KServeHttp:
             result = self._router(request)
         except ServerError as error:
             return error_to_response(error)
-        return result if isinstance(result, Response | PendingResponse) else _catch_server_error(result)
+        return result if isinstance(result, _RESPONSES) else _catch_server_error(result)
 
 
 async def _catch_server_error(result: Awaitable[HandlerResult]) -> HandlerResult:

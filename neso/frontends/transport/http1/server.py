@@ -15,7 +15,7 @@ from email.utils import formatdate
 from neso.frontends.transport.http1.connection import HttpConnection
 from neso.frontends.transport.http1.messages import Handler, error_body, response_head
 from neso.frontends.transport.http1.parser import Rejection
-from neso.frontends.transport.tcp import tls_arguments
+from neso.frontends.transport.tcp import ConnectionLimits, tls_arguments
 
 
 def _json_error(rejection: Rejection) -> tuple[int, bytes]:
@@ -65,9 +65,16 @@ class ServerContext:
     system call.
     """
 
-    def __init__(self, handler: Handler, options: HttpServerOptions, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        options: HttpServerOptions,
+        limits: ConnectionLimits,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         self.handler = handler
         self.options = options
+        self.limits = limits
         self.loop = loop
         self.connections: set[HttpConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -100,11 +107,14 @@ class BindError(OSError):
 
 
 class HttpServer:
-    """Serves a handler over HTTP/1.1 on the running event loop."""
+    """Serves a handler over HTTP/1.1 on the running event loop. `limits`: on connections, may be shared by servers."""
 
-    def __init__(self, handler: Handler, options: HttpServerOptions) -> None:
+    def __init__(
+        self, handler: Handler, options: HttpServerOptions, limits: ConnectionLimits | None = None
+    ) -> None:
         self._handler = handler
         self.options = options
+        self._limits = limits or ConnectionLimits()
         self._server: asyncio.Server | None = None
         self._context: ServerContext | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -125,7 +135,7 @@ class HttpServer:
     async def start(self) -> None:
         """Listen. Raises `BindError`."""
         loop = asyncio.get_running_loop()
-        context = ServerContext(self._handler, self.options, loop)
+        context = ServerContext(self._handler, self.options, self._limits, loop)
         try:
             self._server = await loop.create_server(
                 lambda: HttpConnection(context),
