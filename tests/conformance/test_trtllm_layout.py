@@ -189,6 +189,11 @@ def test_rejected_requests(address, model):
         ({"beam_width": 9}, "beam_width"),
         ({"text_input": b"\xff\xfe"}, "QUERY: is not UTF-8"),
         ({"stop_words": b"\xff\xfe"}, "STOP_WORDS_DICT: is not UTF-8"),
+        ({"stop_words": "x" * 257}, "STOP_WORDS_DICT: each must be at most 256 long, got one of 257"),
+        (
+            {"text_input": "word " * 1_000_000},
+            "QUERY: is at least [0-9]+ tokens long, too long for the model",
+        ),
         ({"min_length": 9}, "min_length: 9 is more than"),
         ({"embedding_bias_words": ["a"]}, "embedding_bias"),
         ({"guided_decoding_guide_type": "magic", "guided_decoding_guide": "x"}, "guide"),

@@ -151,14 +151,21 @@ class _EngineRequest:
         stream.on_close = self._on_close
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
-        """Tokenize the request and send it to the engine."""
+        """Tokenize the request, a long prompt in a thread, and send it to the engine."""
+        stream = self._stream
         try:
+            if isinstance(request, GenerationRequest):
+                stream.count_sequences(request.sampling.num_sequences)
+            if stream.ticket is not None and stream.ticket.queue_delay:
+                request = dataclasses.replace(request, queue_delay=stream.ticket.queue_delay)
+            if is_slow(request):
+                self._backend.request_tasks.start(stream, self._submit_in_thread(request))
+                return
             self._send(self._engine.process(request))
         except Exception as error:
             self._fail(error)
 
-    async def submit_in_thread(self, request: GenerationRequest | PoolingRequest) -> None:
-        """Like `submit`, but tokenize in a thread."""
+    async def _submit_in_thread(self, request: GenerationRequest | PoolingRequest) -> None:
         try:
             state = await asyncio.to_thread(self._engine.process, request)
             if not self._stream.closed:
@@ -354,21 +361,7 @@ class EngineBackend(Backend):
         The request is aborted when the stream is cancelled or closed.
         """
         assert self._metrics is not None, "the model is not loaded"
-        self._submit(
-            stream, request, _EngineRequest(self, stream, deliver, RequestTimer(self._metrics, request))
-        )
-
-    def _submit(
-        self, stream: ResponseStream, request: GenerationRequest | PoolingRequest, submission: _EngineRequest
-    ) -> None:
-        if isinstance(request, GenerationRequest):
-            stream.count_sequences(request.sampling.num_sequences)
-        if stream.ticket is not None and stream.ticket.queue_delay:
-            request = dataclasses.replace(request, queue_delay=stream.ticket.queue_delay)
-        if is_slow(request):
-            self.request_tasks.start(stream, submission.submit_in_thread(request))
-        else:
-            submission.submit(request)
+        _EngineRequest(self, stream, deliver, RequestTimer(self._metrics, request)).submit(request)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """See `LanguageModel.generate`. Errors of the engine are raised as `ServerError`."""
@@ -426,7 +419,7 @@ class EngineBackend(Backend):
             metrics.observe_pooled(output.num_prompt_tokens, (time.monotonic_ns() - started) * 1e-9)
             stream.send(InferenceResponse(name, version, result=output), final=True)
 
-        self._submit(stream, request, _EngineRequest(self, stream, deliver))
+        _EngineRequest(self, stream, deliver).submit(request)
 
     async def pool(self, request: PoolingRequest) -> PooledOutput:
         """See `PoolingModel.pool`. Errors of the engine are raised as `ServerError`."""

@@ -95,7 +95,8 @@ class GenerateEndpoint:
                     return model.submit(inference), fields_of
         inference = _read_tensors(document, model, version)
         inference.client, inference.input_bytes = client, len(request.body)
-        return self._service.submit(model, inference, request.header_items, request.trace), None
+        self._service.prepare(inference, request.header_items, request.trace)
+        return model.submit(inference), None
 
 
 def _read_text_values(

@@ -104,7 +104,8 @@ class InferEndpoint:
         model = service.find_unary_model(request.params["model"], version, "HTTP end point")
         inference, output_format = read_infer_request(request, model, version, service.shared_memory)
         inference.client, inference.input_bytes = request.connection.address, len(request.body)
-        return service.submit(model, inference, request.header_items, request.trace), output_format
+        service.prepare(inference, request.header_items, request.trace)
+        return model.submit(inference), output_format
 
 
 class _PendingInfer(PendingResponse):

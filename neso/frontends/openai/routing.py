@@ -200,7 +200,7 @@ class Endpoint:
         await result(scope, receive, send)
 
     def _error_response(self, error: Exception) -> Response:
-        """Create the response for an exception. A variable in the caller would make a reference cycle with its frame."""
+        """Create the response for an exception. As a variable of the caller it would be part of a cycle."""
         api_error = to_api_error(error)
         if self._like_triton and api_error.status == 404 and self._operation.request is not None:
             api_error.status = 400  # an unknown model in a body
@@ -260,12 +260,36 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+MAX_VALUES, MAX_STRINGS, MAX_CONTAINERS = 1_000_000, 50_000, 50_000
+"""Maximum numbers of JSON values, strings, and objects and arrays in a body, which is validated on the event loop."""
+
+
 def parse_body(body: bytes, schema: type[Body]) -> Body:
     """Validate a JSON body. Raises `ApiError` 400 naming the invalid field."""
+    _check_counts(body)
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
         raise validation_error(error) from None
+
+
+def _check_counts(body: bytes) -> None:
+    """Count the values outside strings. Raises `ApiError`."""
+    if body.count(b",") <= MAX_CONTAINERS and body.count(b"{") + body.count(b"[") <= MAX_CONTAINERS:
+        return
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    num_strings = body.count(b'"') // 2
+    counts = [("strings", num_strings, MAX_STRINGS)]
+    if num_strings <= MAX_STRINGS:
+        outside = b"".join(body.split(b'"')[::2])
+        counts += [
+            ("values", outside.count(b","), MAX_VALUES),
+            ("objects and arrays", outside.count(b"{") + outside.count(b"["), MAX_CONTAINERS),
+        ]
+    for kind, count, most in counts:
+        if count > most:
+            raise ApiError(400, f"The body has more than {most} {kind}.")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

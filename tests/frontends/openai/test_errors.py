@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 from asgi_client import AsgiClient, AsgiResponse
+from pydantic import ValidationError
 from scripted_model import ScriptedBackend, ScriptedModel
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from neso.engine.errors import EngineDead
 from neso.frontends.openai import OpenAIOptions, check_model_config, create_app
+from neso.frontends.openai.completions import CompletionRequest
+from neso.frontends.openai.errors import ApiError
+from neso.frontends.openai.routing import parse_body
 from neso.generation import InvalidParameter
 from neso.server import backend
 from neso.server.core import Core
@@ -285,3 +289,29 @@ async def test_long_text_is_tokenized_in_a_thread(
     monkeypatch.setattr(script, "generate", None)  # only the frontend tokenizes
     await client.post(path, {"model": "scripted", **body})
     assert threads and threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt":[' + b"1," * 1_000_001 + b"1]}", "The body has more than 1000000 values."),
+        (b'{"prompt":[' + b'"",' * 50_001 + b'""]}', "The body has more than 50000 strings."),
+        (b'{"x":[' + b"[]," * 50_001 + b"[]]}", "The body has more than 50000 objects and arrays."),
+    ],
+)
+def test_number_of_values_is_limited(body: bytes, message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_body(body, CompletionRequest)
+    assert caught.value.status == 400 and caught.value.message == message
+
+
+def test_values_in_strings_are_not_counted() -> None:
+    text = '[1,{"a\\\\":2},' * 200_000
+    assert parse_body(json.dumps({"model": "m", "prompt": text}).encode(), CompletionRequest).prompt == text
+
+
+def test_only_the_first_invalid_item_of_a_list_is_reported() -> None:
+    body = b'{"model":"m","prompt":[' + b"1," * 900_000 + b'"a",' * 10_000 + b'"a"]}'
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate_json(body)
+    assert caught.value.error_count() < 10
