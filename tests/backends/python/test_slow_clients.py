@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from core_requests import ask
+from core_requests import send_request
 from eventually import standstill, until
 
 from neso.server.errors import Unavailable
@@ -44,7 +44,7 @@ def sent(model) -> int:
 
 async def test_model_waits_until_responses_are_read(serve) -> None:
     model = await serve(MODEL.format(kind="def"), CONFIG)
-    stream = ask(model, IN=np.zeros(1, np.float32))
+    stream = send_request(model, IN=np.zeros(1, np.float32))
     await until(lambda: sent(model))
     assert await standstill(lambda: sent(model), 100) < 20
     values = [each.outputs[0].array[0] async for each in stream if each.outputs]
@@ -53,17 +53,17 @@ async def test_model_waits_until_responses_are_read(serve) -> None:
 
 async def test_model_continues_when_its_client_is_gone(serve) -> None:
     model = await serve(MODEL.format(kind="def"), CONFIG)
-    stream = ask(model, IN=np.zeros(1, np.float32))
+    stream = send_request(model, IN=np.zeros(1, np.float32))
     await until(lambda: stream.congested)
     stream.cancel()
     await until(lambda: model.in_flight_count == 0)
-    assert len([each async for each in ask(model, IN=np.zeros(1, np.float32))]) == 101
+    assert len([each async for each in send_request(model, IN=np.zeros(1, np.float32))]) == 101
 
 
 async def test_request_of_a_coroutine_is_cancelled(serve) -> None:
     # The event loop of the model serves other clients too, so it waits only briefly.
     model = await serve(MODEL.format(kind="async def"), CONFIG)
-    stream = ask(model, IN=np.zeros(1, np.float32))
+    stream = send_request(model, IN=np.zeros(1, np.float32))
     await until(lambda: stream.closed)
     responses = [each async for each in stream]
     assert isinstance(responses[-1].error, Unavailable)
@@ -75,7 +75,7 @@ async def test_fast_client_gets_everything(serve, kind) -> None:
     model = await serve(MODEL.format(kind=kind), CONFIG)
     values = [
         each.outputs[0].array[0]
-        async for each in ask(model, IN=np.zeros(1, np.float32))
+        async for each in send_request(model, IN=np.zeros(1, np.float32))
         if each.outputs and each.error is None
     ]
     assert values == list(range(100))
