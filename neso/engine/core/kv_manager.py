@@ -111,7 +111,7 @@ class KVCacheManager:
         outside = self._outside_window(sequence)
         sequence.num_window_freed_blocks = outside.stop if outside else 0
         wanted = [cached for i, cached in enumerate(found) if i not in outside]
-        sequence.block_table = self._hold(wanted)
+        sequence.block_table = self._acquire(wanted)
         sequence.block_table[outside.start : outside.start] = [NO_BLOCK] * len(outside)
         self._retain(sequence, range(len(found)))
 
@@ -125,7 +125,7 @@ class KVCacheManager:
                 left -= 1
         return found
 
-    def _hold(self, found: list[CachedBlock]) -> list[int]:
+    def _acquire(self, found: list[CachedBlock]) -> list[int]:
         """Take the blocks of a prefix; blocks on the host are loaded into new blocks."""
         # Take all blocks before the first is loaded, because an allocation may evict blocks to the host, or from it.
         on_host = {}
@@ -202,7 +202,6 @@ class KVCacheManager:
         for block in reversed(_blocks(sequence)):
             self.pool.release(block, content_cached=block in self.prefix_cache)
         sequence.block_table = []
-        sequence.slot_copies = []
         sequence.num_computed_tokens = 0
         sequence.num_cached_blocks = 0
         sequence.num_window_freed_blocks = 0
@@ -228,8 +227,7 @@ class KVCacheManager:
 
     def _free_outside_window(self, sequence: Sequence) -> None:
         """Release the blocks that are outside the attention window."""
-        # Pending slot copies within the sequence read these blocks.
-        if sequence.slot_copies:
+        if sequence.keeps_window:
             return
         outside = self._outside_window(sequence)
         # Blocks must be registered before they are freed. Accepted draft tokens are registered by the next step.

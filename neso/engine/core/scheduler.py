@@ -64,14 +64,15 @@ class Scheduler:
         self._on_admit, self._on_fork = overriding(addons, "admit"), overriding(addons, "fork")
         self._on_start, self._on_stop = overriding(addons, "start"), overriding(addons, "stop")
         self._on_release, self._gates = overriding(addons, "release"), overriding(addons, "can_start")
+        self._drafters = overriding(addons, "draft")
 
     # -- life of a sequence -------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest, *, sync_only: bool = False) -> Sequence:
         """Queue a request. `sync_only`: see `Sequence`.
 
-        Raises `ValueError` if its id is in use or it can never run, `RequestError` if an add-on rejects it, and
-        `QueueFull` if too many requests wait.
+        Raises `QueueFull` if too many requests wait, `RequestError` if an add-on rejects it, and `ValueError` if its id
+        is in use or it can never run.
         """
         if request.request_id in self._sequences_of:
             raise ValueError(f"request id '{request.request_id}' is in use")
@@ -79,14 +80,6 @@ class Scheduler:
         if num_sequences > self.config.max_num_seqs:
             raise ValueError(
                 f"{num_sequences} sequences are requested, at most {self.config.max_num_seqs} can run"
-            )
-        needed = self._blocks_at_most(request)
-        if needed > self.kv.pool.num_blocks:
-            longest = len(request.prompt_token_ids) + request.max_tokens
-            beams = f" for each of {request.sampling.beam_width} beams" if request.sampling.uses_beams else ""
-            raise ValueError(
-                f"prompt and max_tokens need {longest} tokens of KV cache{beams}, there are "
-                f"{self.kv.pool.num_blocks * self.config.block_size}"
             )
         self.waiting.check_room()
         sequence = self._new_sequence(request, index=0, token_ids=list(request.prompt_token_ids))
@@ -97,6 +90,7 @@ class Scheduler:
         try:
             for addon in self._on_admit:
                 addon.admit(sequence)
+            self._check_capacity(sequence)
         except Exception:
             sequence.sync_only = False
             self.release(sequence)
@@ -194,7 +188,6 @@ class Scheduler:
             sequence = scheduled.sequence
             if not sequence.released:
                 sequence.num_computed_tokens = scheduled.end - scheduled.num_draft_tokens
-                sequence.slot_copies = []
 
     def register(self, step: Step) -> None:
         """Record that a step succeeded: other sequences may use the blocks that it filled."""
@@ -266,13 +259,15 @@ class Scheduler:
             wanted = min(wanted, self._prefill_left)
         num_new = min(wanted, self.config.max_prefill_chunk, budget)
         scheduled = ScheduledSequence(sequence, num_new)
-        if sequence.draft is not None and num_new > 0 and scheduled.samples:
-            # The root of a tree must be the first new token.
-            if sequence.draft.tree is not None and num_new > 1:
-                return scheduled
-            num_drafts = min(len(sequence.draft), budget - num_new)
-            scheduled.num_draft_tokens = self._policy.draft_tokens(sequence, num_new, num_drafts)
-            scheduled.num_new_tokens += scheduled.num_draft_tokens
+        if sequence.addons and num_new > 0 and scheduled.samples:
+            for addon in self._drafters:
+                draft = addon.draft(sequence, num_new)
+                if draft is not None:
+                    num_drafts = min(len(draft), budget - num_new)
+                    scheduled.draft = draft
+                    scheduled.num_draft_tokens = self._policy.draft_tokens(sequence, num_new, num_drafts)
+                    scheduled.num_new_tokens += scheduled.num_draft_tokens
+                    break
         return scheduled
 
     def _grow(self, scheduled: ScheduledSequence) -> list[BlockCopy] | None:
@@ -329,15 +324,21 @@ class Scheduler:
         leader.forks_pending = group.size - 1
         return leader
 
-    def _blocks_at_most(self, request: EngineRequest) -> int:
-        """Return the number of blocks that a request needs when it runs alone."""
-        longest = len(request.prompt_token_ids) + request.max_tokens
-        shared = len(request.prompt_token_ids) // self.config.block_size
-        width = request.sampling.beam_width
-        # Beams share the prompt.
-        return min(
-            shared + (self.kv.blocks_for(longest) - shared) * width, self.kv.max_blocks_held(longest) * width
+    def _check_capacity(self, sequence: Sequence) -> None:
+        """Check that the cache can hold a sequence and its group when they run alone. Raises `ValueError`."""
+        longest = sequence.max_tokens
+        size = 1 if sequence.group is None else sequence.group.size
+        # A group shares the prompt.
+        shared = sequence.num_prompt_tokens // self.config.block_size
+        needed = min(
+            shared + (self.kv.blocks_for(longest) - shared) * size, self.kv.max_blocks_held(longest) * size
         )
+        if needed > self.kv.pool.num_blocks:
+            each = "" if size == 1 else f" for each of {size} sequences"
+            raise ValueError(
+                f"prompt and max_tokens need {longest} tokens of KV cache{each}, there are "
+                f"{self.kv.pool.num_blocks * self.config.block_size}"
+            )
 
     def _new_sequence(self, request: EngineRequest, index: int, token_ids: list[int]) -> Sequence:
         self._next_id += 1

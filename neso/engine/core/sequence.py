@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from neso.engine.core.draft import Draft
 from neso.engine.core.request import EngineRequest
 from neso.generation.output import FinishReason
 
@@ -60,8 +59,6 @@ class Sequence:
       prefix_match: cached blocks found for a waiting sequence
     - num_cached_tokens: prompt tokens found in the prefix cache when the sequence first ran
     - scheduled_ns: time when it first ran, in ns of the monotonic clock
-    - draft: draft tokens, computed together with the last known token
-    - slot_copies: (from, to) positions whose keys and values the next step moves
     - sampling_state: random numbers and token counts of the sampler
 
     Set by add-ons:
@@ -72,6 +69,7 @@ class Sequence:
     - uses_sampler: False if an add-on takes the logits or hidden states of the last token
     - needs_every_position: prefix hits may not skip any position
     - sync_only: its steps need the tokens of the previous step, so execution does not overlap
+    - keeps_window: blocks that leave the attention window are not freed, because the next step still reads them
     """
 
     id: int
@@ -92,8 +90,6 @@ class Sequence:
     prefix_match: list[CachedBlock] = field(default_factory=list)
     num_preemptions: int = 0
     scheduled_ns: int = 0
-    draft: Draft | None = None
-    slot_copies: list[tuple[int, int]] = field(default_factory=list)
     sampling_state: SamplingState | None = None
     addons: dict[object, Any] = field(default_factory=dict)
     group: SequenceGroup | None = None
@@ -101,6 +97,7 @@ class Sequence:
     uses_sampler: bool = True
     needs_every_position: bool = False
     sync_only: bool = False
+    keeps_window: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -162,16 +159,6 @@ class Sequence:
     @property
     def released(self) -> bool:
         return self.status is SequenceStatus.RELEASED
-
-    def accept_drafts(self, path: list[int]) -> None:
-        """Count accepted draft tokens as computed; `path` has their indices in the draft, ascending.
-
-        Their keys and values follow those of the known tokens, in draft order. The next step moves tree nodes that are
-        not at their final position.
-        """
-        known = self.num_computed_tokens
-        self.num_computed_tokens += len(path)
-        self.slot_copies = [(known + node, known + place) for place, node in enumerate(path) if node != place]
 
 
 def finish_reason(request: EngineRequest, token_ids: list[int], token_id: int) -> FinishReason | None:

@@ -62,7 +62,7 @@ class Sampler:
         self, logits: Logits, states: list[SamplingState], masks: RowMasks | None = None
     ) -> list[SampledToken]:
         """Sample a token for each state from its row of float32[R, V] (which may be changed), and update the state."""
-        scored_rows = [i for i, state in enumerate(states) if state.wants_scores]
+        scored_rows = [i for i, state in enumerate(states) if state.needs_scores]
         raw = dict(zip(scored_rows, logits[scored_rows], strict=True)) if scored_rows else {}
         for i, state in enumerate(states):
             if state.changes_logits:

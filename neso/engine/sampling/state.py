@@ -127,7 +127,7 @@ class SamplingState:
     counts_tokens: bool
     tracks_tokens: bool
     always_changes_logits: bool
-    wants_scores: bool
+    needs_scores: bool
     top_p: float
     output_counts: dict[int, int] = field(default_factory=dict)
     num_output_tokens: int = 0
@@ -158,7 +158,7 @@ class SamplingState:
             always_changes_logits=bool(
                 counts_tokens or params.logit_bias or bias is not None or bans is not None
             ),
-            wants_scores=params.needs_token_scores,
+            needs_scores=params.needs_token_scores,
             top_p=params.top_p,
         )
 
@@ -166,7 +166,7 @@ class SamplingState:
         """Return the next random number, in [0, 1)."""
         return self.returned.popleft() if self.returned else next(self.uniforms)
 
-    def give_back(self, uniforms: list[float]) -> None:
+    def return_unused(self, uniforms: list[float]) -> None:
         """Return unused random numbers; they are used first by `uniform`."""
         self.returned.extendleft(reversed(uniforms))
 
