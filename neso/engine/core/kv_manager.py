@@ -108,7 +108,9 @@ class KVCacheManager:
         sequence.cache_parent = found[-1].node
         sequence.num_cached_blocks = len(found)
         sequence.num_computed_tokens = len(found) * self.block_size
-        outside = self._outside_window(sequence)
+        outside = range(0)
+        if self._window is not None:
+            outside = self._window.blocks_outside_window(sequence.num_computed_tokens, self.block_size)
         sequence.num_window_freed_blocks = outside.stop if outside else 0
         wanted = [cached for i, cached in enumerate(found) if i not in outside]
         sequence.block_table = self._acquire(wanted)
@@ -148,7 +150,8 @@ class KVCacheManager:
 
         Returns the block copies that must precede the writes of the step.
         """
-        self._free_outside_window(sequence)
+        if self._window is not None and not sequence.keeps_window:
+            self._free_outside_window(sequence, self._window)
         shared = self._writes_to_shared(sequence)
         # After a rejected draft, the table may have more blocks than needed.
         missing = max(0, self.blocks_for(num_tokens) - len(sequence.block_table))
@@ -176,7 +179,9 @@ class KVCacheManager:
             return
         size = self.block_size
         full = range(sequence.num_cached_blocks, sequence.num_computed_tokens // size)
-        token_ids = sequence.cache_tokens if full else []
+        if not full:
+            return
+        token_ids = sequence.cache_tokens
         for i in full:
             tokens = tuple(token_ids[i * size : (i + 1) * size])
             sequence.cache_parent = self.prefix_cache.insert(
@@ -219,17 +224,9 @@ class KVCacheManager:
             if sequence.num_computed_tokens > len(sequence.block_table) * self.block_size:
                 raise IntegrityError(f"sequence {sequence.id} has computed tokens beyond its block table")
 
-    def _outside_window(self, sequence: Sequence) -> range:
-        """Return the block-table indices outside the attention window."""
-        if self._window is None:
-            return range(0)
-        return self._window.blocks_outside_window(sequence.num_computed_tokens, self.block_size)
-
-    def _free_outside_window(self, sequence: Sequence) -> None:
+    def _free_outside_window(self, sequence: Sequence, window: AttentionWindow) -> None:
         """Release the blocks that are outside the attention window."""
-        if sequence.keeps_window:
-            return
-        outside = self._outside_window(sequence)
+        outside = window.blocks_outside_window(sequence.num_computed_tokens, self.block_size)
         # Blocks must be registered before they are freed. Accepted draft tokens are registered by the next step.
         end = min(outside.stop, sequence.num_cached_blocks) if self._caching else outside.stop
         for i in range(max(outside.start, sequence.num_window_freed_blocks), end):

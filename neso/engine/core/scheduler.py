@@ -10,10 +10,10 @@ from neso.engine.core.addon import Addon, overriding
 from neso.engine.core.admission import WaitingQueue, admission_policy
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.core.block_pool import IntegrityError
-from neso.engine.core.kv_manager import BlockCopy, KVCacheManager
+from neso.engine.core.kv_manager import KVCacheManager
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import SchedulerConfig
-from neso.engine.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from neso.engine.core.sequence import Sequence, SequenceGroup, SequenceStatus, scheduling_order
 from neso.engine.core.step import ScheduledSequence, Step
 
 PrefillBudget = Callable[[int, int], int | None]
@@ -121,7 +121,7 @@ class Scheduler:
         self.num_sync_only += child.sync_only
         child.status = SequenceStatus.RUNNING
         self.kv.fork(parent, child)
-        bisect.insort(self.running, child, key=lambda s: s.order)
+        bisect.insort(self.running, child, key=scheduling_order)
         for addon in self._on_fork:
             addon.fork(parent, child)
         return child
@@ -177,9 +177,9 @@ class Scheduler:
         num_decoding = sum(sequence.num_uncomputed_tokens == 1 for sequence in self.running)
         limit = prefill_budget(num_decoding, len(self.running) - num_decoding + len(self.waiting))
         self._prefill_left = self.config.max_num_batched_tokens if limit is None else limit
-        preempted = self._schedule_running(step)
-        if not preempted:
-            self._schedule_waiting(step)
+        budget = self._schedule_running(step)
+        if budget and self.waiting:
+            self._schedule_waiting(step, budget)
         return step
 
     def advance(self, step: Step) -> None:
@@ -202,7 +202,8 @@ class Scheduler:
         if self.num_sync_only != sum(sequence.sync_only for sequence in sequences):
             raise IntegrityError("num_sync_only does not match the sequences")
 
-    def _schedule_running(self, step: Step) -> bool:
+    def _schedule_running(self, step: Step) -> int:
+        """Return the remaining token budget: 0 if a sequence was preempted, so that none is started."""
         budget = self.config.max_num_batched_tokens
         preempted = False
         i = 0
@@ -210,24 +211,18 @@ class Scheduler:
             sequence = self.running[i]
             # Leave at least one token for every sequence behind, so that a long prompt does not stall decoding.
             behind = len(self.running) - i - 1
-            scheduled = self._allot(sequence, budget - behind)
+            scheduled = self._next_tokens(sequence, budget - behind)
             if scheduled.num_new_tokens == 0:
                 i += 1
-                continue
-            copies = self._grow(scheduled)
-            if copies is None:
+            elif self._add_to_step(scheduled, step):
+                budget -= scheduled.num_new_tokens
+                i += 1
+            else:
                 preempted = True
                 self._preempt(self.running[-1], step)
-                continue
-            step.scheduled.append(scheduled)
-            step.block_copies.extend(copies)
-            self._spend(scheduled)
-            budget -= scheduled.num_new_tokens
-            i += 1
-        return preempted
+        return 0 if preempted else budget
 
-    def _schedule_waiting(self, step: Step) -> None:
-        budget = self.config.max_num_batched_tokens - step.num_tokens
+    def _schedule_waiting(self, step: Step, budget: int) -> None:
         slots = self.config.max_num_seqs - sum(1 + sequence.forks_pending for sequence in self.running)
         position = 0
         while position < len(self.waiting) and budget > 0:
@@ -238,21 +233,16 @@ class Scheduler:
             if slots < 1 + sequence.forks_pending or not self._policy.considers(sequence):
                 break
             self.kv.attach_prefix(sequence)
-            scheduled = self._allot(sequence, budget)
-            copies = None
-            if scheduled.num_new_tokens and self._policy.admits(sequence, self.running):
-                copies = self._grow(scheduled)
-            if copies is None:
+            scheduled = self._next_tokens(sequence, budget)
+            admitted = scheduled.num_new_tokens and self._policy.admits(sequence, self.running)
+            if not (admitted and self._add_to_step(scheduled, step)):
                 self.kv.free(sequence)
                 break
             self._start(sequence)
-            step.scheduled.append(scheduled)
-            step.block_copies.extend(copies)
-            self._spend(scheduled)
             budget -= scheduled.num_new_tokens
             slots -= 1 + sequence.forks_pending
 
-    def _allot(self, sequence: Sequence, budget: int) -> ScheduledSequence:
+    def _next_tokens(self, sequence: Sequence, budget: int) -> ScheduledSequence:
         """Return the tokens of a sequence in this step; none if it must wait for a later step."""
         wanted = sequence.num_ready_tokens
         if wanted > 1:
@@ -270,32 +260,36 @@ class Scheduler:
                     break
         return scheduled
 
-    def _grow(self, scheduled: ScheduledSequence) -> list[BlockCopy] | None:
-        """Allocate the blocks of a scheduled sequence, without its draft if needed.
+    def _add_to_step(self, scheduled: ScheduledSequence, step: Step) -> bool:
+        """Allocate the blocks of a scheduled sequence, without its draft if needed, and add it to the step.
 
-        Returns None if there are too few blocks.
+        Returns False if there are too few blocks.
         """
         copies = self.kv.try_grow(scheduled.sequence, scheduled.end)
         if copies is None and scheduled.num_draft_tokens:
             scheduled.drop_drafts()
             copies = self.kv.try_grow(scheduled.sequence, scheduled.end)
-        return copies
-
-    def _spend(self, scheduled: ScheduledSequence) -> None:
+        if copies is None:
+            return False
+        step.scheduled.append(scheduled)
+        step.block_copies.extend(copies)
         if scheduled.sequence.num_uncomputed_tokens > 1:
             self._prefill_left -= scheduled.num_new_tokens - scheduled.num_draft_tokens
+        return True
 
     def _start(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
         sequence.status = SequenceStatus.RUNNING
         sequence.prefix_match = []
-        bisect.insort(self.running, sequence, key=lambda s: s.order)
+        bisect.insort(self.running, sequence, key=scheduling_order)
         for addon in self._on_start:
             addon.start(sequence)
         if not sequence.num_preemptions:
             sequence.scheduled_ns = time.monotonic_ns()
             sequence.num_cached_tokens = sequence.num_computed_tokens
-            self.kv.prefix_cache.stats.record(sequence.num_tokens, sequence.num_computed_tokens)
+            stats = self.kv.prefix_cache.stats
+            stats.queried_tokens += sequence.num_tokens
+            stats.hit_tokens += sequence.num_computed_tokens
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

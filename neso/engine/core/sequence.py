@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from neso.engine.core.request import EngineRequest
@@ -53,6 +54,7 @@ class Sequence:
     number at its position; see `StepPlan`.
 
     - arrival, rank: scheduling order, see `WaitingQueue`
+    - max_tokens: upper limit of prompt and output tokens
     - forks_pending: further sequences of the request (n > 1) that fork from this one when its prompt is computed
     - block_table: blocks in order of position; NO_BLOCK for those counted by `num_window_freed_blocks` (sinks stay)
     - num_cached_blocks: number of blocks registered in the prefix cache; cache_parent: cache node of the last of them;
@@ -99,38 +101,33 @@ class Sequence:
     sync_only: bool = False
     keeps_window: bool = False
 
+    num_prompt_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        self.max_tokens = self.num_prompt_tokens + self.request.max_tokens
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def max_tokens(self) -> int:
-        """Upper limit of prompt and output tokens."""
-        return len(self.request.prompt_token_ids) + self.request.max_tokens
-
-    @property
-    def at_limit(self) -> bool:
-        """Whether the sequence has all its tokens; the last one may not be known yet."""
-        return self.num_output_tokens >= self.request.max_tokens
-
-    @property
     def num_ready_tokens(self) -> int:
-        """Number of tokens that a step may compute now."""
-        if self.at_limit:
+        """Number of tokens that a step may compute now: none if it has all its tokens, the last maybe not known yet."""
+        if len(self.token_ids) >= self.max_tokens:
             return 0
-        return self.num_uncomputed_tokens if self.group is None else self.group.num_ready_tokens(self)
+        if self.group is not None:
+            return self.group.num_ready_tokens(self)
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def text_token_ids(self) -> list[int]:
@@ -153,12 +150,12 @@ class Sequence:
         return (self.rank, self.arrival, self.index)
 
     @property
-    def waiting(self) -> bool:
-        return self.status is SequenceStatus.WAITING
-
-    @property
     def released(self) -> bool:
         return self.status is SequenceStatus.RELEASED
+
+
+scheduling_order = attrgetter("order")
+"""Sort key of sequences."""
 
 
 def finish_reason(request: EngineRequest, token_ids: list[int], token_id: int) -> FinishReason | None:

@@ -90,10 +90,6 @@ class Step:
     def sequences(self) -> list[Sequence]:
         return [scheduled.sequence for scheduled in self.scheduled]
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(scheduled.num_new_tokens for scheduled in self.scheduled)
-
     def users(self, addon: object) -> list[ScheduledSequence]:
         """Return the scheduled sequences that have state of an add-on."""
         if self._users is None:

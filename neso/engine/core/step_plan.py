@@ -88,7 +88,7 @@ class StepPlan:
         """Return the position whose cache slot each new token is written to, int32[T]."""
         lengths = np.diff(self.query_start)
         starts = np.repeat(self.num_computed - self.query_start[:-1], lengths)
-        return (starts + np.arange(self.num_tokens, dtype=np.int32)).astype(np.int32)
+        return (starts + np.arange(len(self.token_ids), dtype=np.int32)).astype(np.int32)
 
     def slots(self, block_size: int) -> Int32Array:
         """Return the cache slot (block * block_size + offset) that every new token is written to, int32[T]."""

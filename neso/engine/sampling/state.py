@@ -114,11 +114,14 @@ class SamplingState:
     on the other sequences of the batch nor on preemption.
 
     - output_counts: only if penalties need it
-    - top_p: of the next token
+    - temperature: 0 if greedy; top_p: of the next token
     - returned: unused random numbers of rejected drafts, used for the next tokens
     """
 
     params: SamplingParams
+    temperature: float
+    top_k: int
+    min_p: float
     uniforms: Iterator[float]
     suppressed_ids: tuple[int, ...]
     prompt_ids: frozenset[int]
@@ -148,6 +151,9 @@ class SamplingState:
         bias = np.frombuffer(params.embedding_bias, np.float32) if params.embedding_bias else None
         return cls(
             params=params,
+            temperature=0.0 if params.greedy else params.temperature,
+            top_k=max(params.top_k, 0),
+            min_p=params.min_p,
             uniforms=_uniforms(params.seed, index),
             suppressed_ids=tuple(request.end_token_ids) if params.min_tokens else (),
             prompt_ids=frozenset(prompt) if penalized else frozenset(),

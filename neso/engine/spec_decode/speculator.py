@@ -74,6 +74,7 @@ class _DraftedSequence:
         Their keys and values follow those of the known tokens, in draft order. The next step copies tree nodes that are
         not at their final position.
         """
+        self.draft = None
         known = sequence.num_computed_tokens
         sequence.num_computed_tokens += len(path)
         self.slot_copies = [(known + node, known + place) for place, node in enumerate(path) if node != place]

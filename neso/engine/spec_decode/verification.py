@@ -40,12 +40,13 @@ def probabilities_of(
 
     `top_p` overrides the value in the parameters. Greedy requests get the distribution at temperature 1.
     """
-    draws = SamplingBatch.of([params], np.zeros(1), None, None if top_p is None else [top_p])
-    temperature = np.ones(1, np.float32) if params.greedy else draws.temperature
-    weights = exponentials(logits[None], temperature)
-    kept = filter_weights(weights, draws.top_k, draws.top_p, draws.min_p)[0].astype(np.float64)
-    normed: npt.NDArray[np.float64] = kept / kept.sum()
-    return normed
+    temperature = 1.0 if params.greedy else params.temperature
+    row = (temperature, max(params.top_k, 0), params.top_p if top_p is None else top_p, params.min_p, 0.0)
+    batch = SamplingBatch.of([row])
+    weights = exponentials(logits[None], batch.temperature)
+    kept = filter_weights(weights, batch.top_k, batch.top_p, batch.min_p)[0].astype(np.float64)
+    normalized: npt.NDArray[np.float64] = kept / kept.sum()
+    return normalized
 
 
 def draw_one(weights: Probabilities, uniform: float) -> int:
