@@ -162,7 +162,7 @@ class DraftModelProposer(Proposer):
                 token_ids=np.where(token_ids < self._runner.vocab_size, token_ids, 0),
                 query_start=query_start,
                 num_computed=np.array([item.start for item in inputs], np.int32),
-                block_tables=padded_block_tables([item.sequence for item in inputs]),
+                block_tables=padded_block_tables([item.sequence.block_table for item in inputs]),
                 block_copies=np.array(copies, np.int32).reshape(-1, 2),
                 logits_rows=query_start[1:][np.array(needs_logits, bool)] - 1,
             )
