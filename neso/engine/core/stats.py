@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +19,18 @@ class StepCounts(NamedTuple):
     num_tokens: int = 0
     num_context_tokens: int = 0
     num_draft_tokens: int = 0
+
+
+class StaticBatchStats(NamedTuple):
+    """The last batch of static batching.
+
+    - num_context_tokens, num_generation_tokens: sums of the prompt lengths and of the maximum output lengths
+    - num_empty_slots: generation tokens by which sequences are shorter than the longest one of the batch
+    """
+
+    num_context_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_empty_slots: int = 0
 
 
 class DraftStats(msgspec.Struct, array_like=True):
@@ -46,6 +59,26 @@ class DraftStats(msgspec.Struct, array_like=True):
     def copy(self) -> DraftStats:
         """Return a snapshot."""
         return DraftStats(self.drafts, self.draft_tokens, self.accepted_tokens, list(self.accepted_at))
+
+    def plus(self, earlier: DraftStats) -> DraftStats:
+        """Return the sums of both."""
+        places = zip_longest(self.accepted_at, earlier.accepted_at, fillvalue=0)
+        return DraftStats(
+            self.drafts + earlier.drafts,
+            self.draft_tokens + earlier.draft_tokens,
+            self.accepted_tokens + earlier.accepted_tokens,
+            [new + old for new, old in places],
+        )
+
+
+_COUNTERS = (
+    "step",
+    "preemptions",
+    "prefix_queried_tokens",
+    "prefix_hit_tokens",
+    "prefix_evicted_blocks",
+    "host_loaded_blocks",
+)
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -79,3 +112,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     host_memory: int = 0
     device_memory: int = 0
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
+    static_batch: StaticBatchStats = StaticBatchStats()
+
+    def after(self, earlier: EngineStats) -> EngineStats:
+        """Return these statistics with the counters of `earlier` added: those of an engine that was restarted."""
+        counts = {name: getattr(self, name) + getattr(earlier, name) for name in _COUNTERS}
+        return msgspec.structs.replace(self, **counts, drafts=self.drafts.plus(earlier.drafts))

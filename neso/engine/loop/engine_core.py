@@ -340,6 +340,7 @@ class EngineCore:
             host_loaded_blocks=prefix.host.stats.loaded_blocks,
             host_memory=self._memory.host,
             device_memory=self._memory.device,
+            static_batch=scheduler.static_batch,
             **of_addons,
         )
 

@@ -19,10 +19,10 @@ from neso.engine.core.step import ScheduledSequence, Step, padded_block_tables
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout, Float32Array, Logits, Runner
 from neso.engine.sampling.state import SamplingState, state_of
-from neso.engine.sampling.token_sampling import SamplingBatch
+from neso.engine.sampling.token_sampling import SamplingBatch, probabilities_of
 from neso.engine.spec_decode.draft import Draft
 from neso.engine.spec_decode.speculator import Proposer
-from neso.engine.spec_decode.verification import draw_one, probabilities_of
+from neso.engine.spec_decode.verification import draw_one
 
 MAX_CATCH_UP_TOKENS = 512
 """Maximum number of tokens of a sequence that the draft model computes in one step. A sequence that lags further behind
