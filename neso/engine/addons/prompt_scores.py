@@ -31,6 +31,7 @@ class PromptScores(Addon):
     def admit(self, sequence: Sequence) -> None:
         if sequence.request.sampling.needs_prompt_scores and _num_scorable(sequence) > 0:
             sequence.addons[self] = 0
+            sequence.sync_only = True
             sequence.needs_every_position = True
 
     def extend(self, step: Step) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from neso.engine.addons.input_embeddings import EmbeddingInputs
+from neso.engine.addons.input_embeddings import EmbeddingInputs, EmbeddingPlan
 from neso.engine.addons.prompt_scores import PromptScores
 from neso.engine.beams.addon import BeamSearchAddon
 from neso.engine.core.addon import Addon
+from neso.engine.core.step_plan import PlanPart
 from neso.engine.guided.addon import GuidedDecodingAddon
+from neso.engine.lora.adapter import LoraPlan
 from neso.engine.lora.manager import LoraManager
 from neso.engine.pooling.addon import PoolingAddon
-from neso.engine.pooling.pooler import Pooler
+from neso.engine.pooling.pooler import Pooler, PoolingPlan
 from neso.engine.runners.base import Runner
+from neso.engine.spec_decode.draft import DraftTreePlan
 from neso.engine.spec_decode.speculator import SpeculativeDecoding
 from neso.engine.vision.image_encoder import ImageEncoder
+
+PLAN_PARTS: tuple[type[PlanPart], ...] = (LoraPlan, EmbeddingPlan, PoolingPlan, DraftTreePlan)
+"""Inputs of the add-ons in a step plan."""
 
 
 def standard_addons(

@@ -14,10 +14,8 @@ from neso.engine.ipc.channel import EngineChannel, open_channel
 from neso.engine.ipc.messages import (
     CheckIntegrity,
     EngineInfo,
-    Event,
     Integrity,
     LoadFailed,
-    StepOutputs,
     Unsendable,
 )
 from neso.engine.text.tokenizer import EngineTokenizer
@@ -55,7 +53,6 @@ class AsyncEngine(EngineClient):
         self._channel = channel
         self._integrity: asyncio.Future[Integrity] | None = None
         self._on_dead: list[Callable[[str], None]] = []
-        self._on_stats: list[Callable[[EngineStats], None]] = []
         self._reader = asyncio.create_task(self._read(), name="engine-reader")
         channel.dead.add_done_callback(lambda dead: self._fail(dead.result()))
 
@@ -98,10 +95,6 @@ class AsyncEngine(EngineClient):
     def on_dead(self, callback: Callable[[str], None]) -> None:
         """Call `callback(reason)` if the engine ends unexpectedly."""
         self._on_dead.append(callback)
-
-    def on_stats(self, callback: Callable[[EngineStats], None]) -> None:
-        """Call `callback(stats)` after every step."""
-        self._on_stats.append(callback)
 
     def process(self, request: GenerationRequest | PoolingRequest) -> RequestState | PooledState:
         """Tokenize and check a request. Thread-safe; see `is_slow`. Raises `InvalidParameter`."""
@@ -191,7 +184,7 @@ class AsyncEngine(EngineClient):
             raise EngineError(message)
 
     def _check_alive(self) -> None:
-        if not self.alive:
+        if self._channel.dead.done():
             raise EngineDead(self._channel.dead.result())
 
     async def stop(self, timeout: float = 5.0) -> None:
@@ -202,21 +195,14 @@ class AsyncEngine(EngineClient):
 
     async def _read(self) -> None:
         while True:
-            self.handle(await self._channel.receive())
-
-    def handle(self, event: Event) -> None:
-        """Process an event of the engine."""
-        if isinstance(event, Integrity):
+            event = await self._channel.receive()
+            if not isinstance(event, Integrity):
+                self.handle(event)
+                continue
             self.stats = event.stats
             if self._integrity is not None:
                 self._integrity.set_result(event)
                 self._integrity = None
-            return
-        if isinstance(event, StepOutputs):
-            self.stats = event.stats
-            for callback in self._on_stats:
-                callback(event.stats)
-        super().handle(event)
 
     def _fail(self, reason: str) -> None:
         """Fail all requests in flight after the engine has ended."""

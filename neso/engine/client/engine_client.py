@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from neso.engine.client.input_processor import InputProcessor
@@ -72,6 +73,11 @@ class EngineClient:
         self._ids = itertools.count()
         self._loras: dict[str, str | None] = dict(info.lora.lora_modules)
         self._lora_changes: dict[int, Callable[[str], object]] = {}
+        self._on_stats: list[Callable[[EngineStats], None]] = []
+
+    def on_stats(self, callback: Callable[[EngineStats], None]) -> None:
+        """Call `callback(stats)` after every step."""
+        self._on_stats.append(callback)
 
     @property
     def num_requests(self) -> int:
@@ -128,6 +134,8 @@ class EngineClient:
         """Process an event of the engine."""
         if isinstance(event, StepOutputs):
             self.stats = event.stats
+            for callback in self._on_stats:
+                callback(event.stats)
             self.dispatch(event.outputs)
         elif isinstance(event, LoraNames):
             self._loras = event.names
@@ -137,7 +145,7 @@ class EngineClient:
     def dispatch(self, outputs: list[SequenceOutput]) -> None:
         """Process the outputs of a step and deliver them to their requests."""
         # The outputs of one request are adjacent: the scheduler keeps its sequences together.
-        for request_id, group in groupby(outputs, key=_request_id):
+        for request_id, group in groupby(outputs, key=attrgetter("request_id")):
             entry = self._requests.get(request_id)
             if entry is None:
                 continue
@@ -163,7 +171,3 @@ class EngineClient:
         changes, self._lora_changes = self._lora_changes, {}
         for done in changes.values():
             done(str(error))
-
-
-def _request_id(output: SequenceOutput) -> str:
-    return output.request_id

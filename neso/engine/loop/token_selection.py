@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from neso.engine.core.addon import Addon, RequestError
-from neso.engine.core.draft import Draft
 from neso.engine.core.request import SequenceOutput
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence, finish_reason
-from neso.engine.core.step import Step
+from neso.engine.core.step import DraftTokens, Step
 from neso.engine.runners.base import Logits
 from neso.engine.sampling.sampler import SampledToken, Sampler
 from neso.engine.sampling.state import state_of
@@ -24,7 +23,7 @@ class TokenConstraint(Protocol):
     """An add-on that constrains the next tokens of sequences, such as guided decoding."""
 
     def row_masks(
-        self, step: Step, sequences: list[Sequence], drafts: list[Draft | None], num_drafts: list[int]
+        self, sequences: list[Sequence], drafts: list[DraftTokens | None], num_drafts: list[int]
     ) -> RowMasks | None:
         """Return masks of the logits rows: sequence i has 1 + num_drafts[i]. None if no row is masked."""
 
@@ -47,10 +46,14 @@ class DraftVerifier(Protocol):
         sampler: Sampler,
         logits: Logits,
         sequences: list[Sequence],
+        drafts: list[DraftTokens | None],
         num_drafts: list[int],
         masks: RowMasks | None,
-    ) -> list[tuple[list[SampledToken], list[int]]]:
-        """Return for each sequence its next tokens (at least one) and the indices of the accepted draft tokens."""
+    ) -> list[list[SampledToken]]:
+        """Return the next tokens of each sequence, at least one, and count the accepted draft tokens as computed.
+
+        All tokens but the last are accepted draft tokens. The first num_drafts[i] tokens of drafts[i] were computed.
+        """
 
 
 class TokenSelector:
@@ -70,20 +73,25 @@ class TokenSelector:
     def select(self, step: Step, logits: Logits) -> list[SequenceOutput]:
         """Sample tokens for every sequence that reached its last known token; their logits rows come first."""
         sequences: list[Sequence] = []
+        drafts: list[DraftTokens | None] = []
         num_drafts: list[int] = []
         for scheduled in step.sampled:
-            forks = self._scheduler.fork(scheduled.sequence) if scheduled.sequence.forks_pending else ()
-            sequences += (scheduled.sequence, *forks)
-            num_drafts += (scheduled.num_draft_tokens, *(0 for _ in forks))
+            sequences.append(scheduled.sequence)
+            drafts.append(scheduled.draft)
+            num_drafts.append(scheduled.num_draft_tokens)
+            if scheduled.sequence.forks_pending:
+                forks = self._scheduler.fork(scheduled.sequence)
+                sequences += forks
+                drafts += [None] * len(forks)
+                num_drafts += [0] * len(forks)
         masks = None
-        if self._constraint is not None:
-            drafts = [sequence.draft for sequence in sequences]
-            masks = self._constraint.row_masks(step, sequences, drafts, num_drafts)
+        if self._constraint is not None and step.users(self._constraint):
+            masks = self._constraint.row_masks(sequences, drafts, num_drafts)
         if self._verifier is not None and self._verifier.verifies(step):
-            verified = self._verifier.verify(self.sampler, logits, sequences, num_drafts, masks)
+            verified = self._verifier.verify(self.sampler, logits, sequences, drafts, num_drafts, masks)
             return [
-                self._append_verified(sequence, tokens, path, count)
-                for sequence, (tokens, path), count in zip(sequences, verified, num_drafts, strict=True)
+                self.append_tokens(sequence, sequence.num_tokens, tokens, count)
+                for sequence, tokens, count in zip(sequences, verified, num_drafts, strict=True)
             ]
         sampled = self.sampler.sample(logits, [state_of(sequence) for sequence in sequences], masks)
         return [
@@ -104,7 +112,6 @@ class TokenSelector:
             message = "the model produced NaN logits, or no next token is allowed"
             return SequenceOutput.failed(request.request_id, sequence.index, message)
         is_first = position == sequence.num_prompt_tokens
-        sequence.draft = None
         del sequence.token_ids[position:]
         appended: list[SampledToken] = []
         reason, end_token = None, None
@@ -140,22 +147,12 @@ class TokenSelector:
             accepted_draft_tokens=min(len(appended), len(tokens) - 1),
         )
 
-    def _append_verified(
-        self, sequence: Sequence, tokens: list[SampledToken], path: list[int], num_drafts: int
-    ) -> SequenceOutput:
-        output = self.append_tokens(sequence, sequence.num_tokens, tokens, num_drafts)
-        if not sequence.released:
-            sequence.accept_drafts(path)
-        return output
-
 
 def needs_sync_steps(params: SamplingParams) -> bool:
     """Whether selecting a token on the device requires that the host knows the previous tokens."""
     return bool(
         params.num_sequences > 1
         or params.needs_token_scores
-        or params.needs_prompt_scores
-        or params.guided_decoding is not None
         or params.repetition_penalty != 1.0
         or params.top_p_decay != 1.0
         or params.allowed_token_ids is not None

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from neso.engine.core.request import PositionLogprobs
 from neso.engine.sampling.logprobs import position_logprobs
 from neso.engine.sampling.state import SamplingState, adjust
@@ -44,9 +42,8 @@ def sampling_batch(states: list[SamplingState], masks: RowMasks | None = None) -
 
     Draws a random number for each non-greedy sequence.
     """
-    uniforms = np.array([0.0 if state.params.greedy else state.uniform() for state in states])
-    top_p = [state.top_p for state in states]
-    return SamplingBatch.of([state.params for state in states], uniforms, masks, top_p)
+    rows = [(s.temperature, s.top_k, s.top_p, s.min_p, s.uniform() if s.temperature else 0.0) for s in states]
+    return SamplingBatch.of(rows, masks)
 
 
 class Sampler:
@@ -62,7 +59,7 @@ class Sampler:
         self, logits: Logits, states: list[SamplingState], masks: RowMasks | None = None
     ) -> list[SampledToken]:
         """Sample a token for each state from its row of float32[R, V] (which may be changed), and update the state."""
-        scored_rows = [i for i, state in enumerate(states) if state.wants_scores]
+        scored_rows = [i for i, state in enumerate(states) if state.needs_scores]
         raw = dict(zip(scored_rows, logits[scored_rows], strict=True)) if scored_rows else {}
         for i, state in enumerate(states):
             if state.changes_logits:
@@ -70,15 +67,14 @@ class Sampler:
                 adjust(row, state)
                 logits[i] = row
         tokens = self._choose(logits, sampling_batch(states, masks)).tolist()
-        for state, token in zip(states, tokens, strict=True):
-            if token != INVALID_TOKEN:
-                state.record(token)
-        return [
-            SampledToken(token)
-            if i not in raw or token == INVALID_TOKEN
-            else scored(token, raw[i], state.params)
-            for i, (state, token) in enumerate(zip(states, tokens, strict=True))
-        ]
+        sampled = []
+        for i, (state, token) in enumerate(zip(states, tokens, strict=True)):
+            if token == INVALID_TOKEN:
+                sampled.append(SampledToken(token))
+                continue
+            state.record(token)
+            sampled.append(scored(token, raw[i], state.params) if i in raw else SampledToken(token))
+        return sampled
 
 
 def scored(token: int, row: FloatRows, params: SamplingParams) -> SampledToken:

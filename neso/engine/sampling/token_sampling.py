@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from neso.generation.sampling_params import SamplingParams
-
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -42,6 +40,10 @@ INVALID_TOKEN = -1
 """The token of a row whose logits contain NaN, or only -inf."""
 
 
+SamplingRow = tuple[float, int, float, float, float]
+"""temperature, top_k, top_p, min_p and random number of a row; see `SamplingBatch`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
     """Parameters for sampling a token from each of R rows; all arrays have shape [R].
@@ -58,20 +60,14 @@ class SamplingBatch:
     masks: RowMasks | None = None
 
     @classmethod
-    def of(
-        cls,
-        params: list[SamplingParams],
-        uniforms: npt.NDArray[np.float64],
-        masks: RowMasks | None = None,
-        top_p: list[float] | None = None,
-    ) -> SamplingBatch:
-        """Create a batch. `top_p`: current values, instead of those in `params`."""
+    def of(cls, rows: list[SamplingRow], masks: RowMasks | None = None) -> SamplingBatch:
+        columns = np.array(rows, np.float64).reshape(-1, 5).T
         return cls(
-            temperature=np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
-            top_k=np.array([max(p.top_k, 0) for p in params], np.int32),
-            top_p=np.array([p.top_p for p in params] if top_p is None else top_p, np.float32),
-            min_p=np.array([p.min_p for p in params], np.float32),
-            uniforms=uniforms,
+            temperature=columns[0].astype(np.float32),
+            top_k=columns[1].astype(np.int32),
+            top_p=columns[2].astype(np.float32),
+            min_p=columns[3].astype(np.float32),
+            uniforms=columns[4].copy(),
             masks=masks,
         )
 
