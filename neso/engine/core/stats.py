@@ -48,6 +48,18 @@ class DraftStats(msgspec.Struct, array_like=True):
         return DraftStats(self.drafts, self.draft_tokens, self.accepted_tokens, list(self.accepted_at))
 
 
+class LogitsProcessorStats(msgspec.Struct, array_like=True):
+    """Counters of a logits processor: processed rows of logits, seconds, and rows for which it raised."""
+
+    rows: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+
+    def copy(self) -> LogitsProcessorStats:
+        """Return a snapshot."""
+        return LogitsProcessorStats(self.rows, self.seconds, self.failures)
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges as of the last step, and counters since the start.
 
@@ -79,3 +91,4 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     host_memory: int = 0
     device_memory: int = 0
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
+    logits_processors: dict[str, LogitsProcessorStats] = {}
