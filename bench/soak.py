@@ -1,9 +1,11 @@
 """Minutes to hours of all kinds of requests against `neso serve`, checked for errors and leaks.
 
-    python bench/soak.py --minutes 5
+    python bench/soak.py --minutes 30
 
-Every response is checked. At the end nothing may be in flight, the server's counters must match those of the clients,
-and memory, file descriptors, threads and /dev/shm must not have grown. Exits with 1 otherwise.
+Every response is checked: requests of all protocols get their own answer, once. An engine is killed or stopped every
+`--kill-secs`; only requests of that engine may fail, with an error that says to retry. At the end nothing may be in
+flight, the server's counters must match those of the clients, and memory, file descriptors, threads, processes and
+/dev/shm must not have grown. Exits with 1 otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from collections import Counter
 from pathlib import Path
 
 from smoke import parse_arguments
+from soaking.engines import Killer
+from soaking.generation import GENERATION_LOADS, RESTARTING, expect_texts
 from soaking.loads import LOADS, Clients, Load, crash, has_own_process
+from soaking.models import ENGINES
 from soaking.server import Holdings, SoakedServer, start
 
 PAUSE = 0.002
@@ -47,28 +52,30 @@ class Tally:
 
     def row(self, name: str) -> str:
         done = sum(self.outcomes.values())
-        refused = done - self.outcomes["ok"] - self.outcomes["wrong"]
+        restarting = self.outcomes[RESTARTING]
+        refused = done - self.outcomes["ok"] - self.outcomes["wrong"] - restarting
         mean = self.seconds / done * 1e3 if done else 0.0
-        return (
-            f"{name:18} {done:8} {refused:8} {self.outcomes['wrong']:6} {mean:8.1f} {self.longest * 1e3:8.0f}"
-        )
+        counts = f"{done:8} {refused:8} {restarting:10} {self.outcomes['wrong']:6}"
+        return f"{name:20} {counts} {mean:8.1f} {self.longest * 1e3:8.0f}"
 
 
-async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: bool) -> list[str]:
+async def soak(
+    server: SoakedServer, seconds: float, workers: int, kill_period: float, check_leaks: bool
+) -> list[str]:
     """Run the loads and return the errors found."""
     clients = Clients(server)
     try:
-        loads = dict(LOADS)
+        loads = {**LOADS, **GENERATION_LOADS}
         if not await has_own_process(clients):
             del loads[crash]
             print("(models do not run in processes: skip crashes)")
         tallies = {load: Tally() for load in loads}
-        for (
-            load
-        ) in loads:  # run each load once, so that lazily created resources exist before the first reading
+        await expect_texts(clients)
+        for load in loads:  # once, so that lazily created resources exist before the first reading
             await tallies[load].count(load, clients)
         readings = [server.holdings()]
         end = time.monotonic() + seconds
+        killer = Killer(clients, kill_period)
 
         async def work(load: Load) -> None:
             while time.monotonic() < end and server.alive():
@@ -76,6 +83,7 @@ async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: 
                 await asyncio.sleep(PAUSE)
 
         tasks = [asyncio.ensure_future(work(load)) for load, n in loads.items() for _ in range(n * workers)]
+        tasks.append(asyncio.ensure_future(killer.run(end)))
         while time.monotonic() < end and server.alive():
             await asyncio.sleep(min(5.0, seconds / 20))
             readings.append(server.holdings())
@@ -87,7 +95,8 @@ async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: 
             found.append(f"{hanging} clients got no response")
         if not server.alive():
             return [*found, "the server has exited"]
-        found += await leftovers(clients)
+        found += await leftovers(clients, killer.count)
+        print(f"\n{killer.count} engines killed")
     finally:
         await clients.close()
     await asyncio.sleep(3)
@@ -95,9 +104,10 @@ async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: 
     return found + leaks(readings) if check_leaks else found
 
 
-async def leftovers(clients: Clients) -> list[str]:
+async def leftovers(clients: Clients, kills: int) -> list[str]:
     """Return requests that the server still counts as in flight, and counters that differ from the clients'."""
-    for _ in range(50):
+    found: list[str] = []
+    for _ in range(300):
         async with clients.http.get(clients.server.url("/metrics", "metrics")) as response:
             lines = (await response.text()).splitlines()
         values = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
@@ -109,9 +119,16 @@ async def leftovers(clients: Clients) -> list[str]:
                 "nv_inference_pending_request_count",
                 "vllm:num_requests_running",
                 "vllm:num_requests_waiting",
+                "vllm:kv_cache_usage_perc",
             )
             and float(value)
         ]
+        restarts = sum(
+            float(values.get(f'neso_process_restarts_total{{model="{model}",version="1"}}', 0))
+            for model in ENGINES
+        )
+        if restarts != kills:
+            found.append(f"{kills} engines were killed, {restarts:g} were restarted")
         for model, seen in clients.answered.items():
             if model == "repeat":
                 continue  # cancelled requests may have succeeded
@@ -133,15 +150,16 @@ def leaks(readings: list[Holdings]) -> list[str]:
         each for each in readings if each.seconds - first.seconds >= WARM * (last.seconds - first.seconds)
     ]
     middle = len(warm) // 2
-    early = sum(each.rss for each in warm[:middle]) / max(1, middle)
-    late = sum(each.rss for each in warm[middle:]) / (len(warm) - middle)
     print(f"\n{'':18} {'before':>8} {'after':>8}")
-    for name in ("rss", "fds", "threads", "processes", "shm"):
+    for name in ("rss", "server_rss", "fds", "threads", "processes", "shm"):
         print(f"{name:18} {getattr(first, name):8.0f} {getattr(last, name):8.0f}")
-    print(f"rss, mean of the first and of the second half when warm: {early:.1f}, {late:.1f} MiB")
     found = []
-    if late > early * 1.03 + 8:
-        found.append(f"memory grows: {early:.1f} MiB, later {late:.1f}")
+    for name in ("rss", "server_rss"):
+        early = sum(getattr(each, name) for each in warm[:middle]) / max(1, middle)
+        late = sum(getattr(each, name) for each in warm[middle:]) / (len(warm) - middle)
+        print(f"{name}, mean of the first and of the second half when warm: {early:.1f}, {late:.1f} MiB")
+        if late > early * 1.03 + 8:
+            found.append(f"memory grows ({name}): {early:.1f} MiB, later {late:.1f}")
     for name, allowed in (("fds", 8), ("threads", 16), ("processes", 0), ("shm", 0)):
         before, after = getattr(first, name), getattr(last, name)
         if after > before + allowed:
@@ -150,7 +168,8 @@ def leaks(readings: list[Holdings]) -> list[str]:
 
 
 def _print_tallies(tallies: dict[Load, Tally]) -> None:
-    print(f"{'':18} {'done':>8} {'rejected':>8} {'wrong':>6} {'mean ms':>8} {'max ms':>8}")
+    counts = f"{'done':>8} {'rejected':>8} {'no engine':>10} {'wrong':>6}"
+    print(f"{'':20} {counts} {'mean ms':>8} {'max ms':>8}")
     for load, tally in tallies.items():
         print(tally.row(load.__name__))
 
@@ -163,13 +182,22 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--workers", type=int, default=1, help="factor of the number of workers of each load")
-    arguments = parse_arguments(parser, minutes=0.1)
+    parser.add_argument(
+        "--kill-secs", type=float, default=60.0, help="seconds between two kills of an engine"
+    )
+    arguments = parse_arguments(parser, minutes=0.2, kill_secs=4.0)
     with tempfile.TemporaryDirectory(prefix="neso-soak-") as name:
         folder = Path(name)
         write_repository(folder / "models")
         with start(folder / "models", folder / "log") as server:
             found = asyncio.run(
-                soak(server, arguments.minutes * 60, arguments.workers, check_leaks=not arguments.smoke)
+                soak(
+                    server,
+                    arguments.minutes * 60,
+                    arguments.workers,
+                    arguments.kill_secs,
+                    check_leaks=not arguments.smoke,
+                )
             )
         errors = [line for line in (folder / "log").read_text().splitlines() if "Traceback" in line]
     if errors and not found:

@@ -49,17 +49,18 @@ class Kind:
 
 
 def choice(*names: str) -> Kind:
-    """Return the kind of a flag whose value is one of `names`."""
+    """Return the kind of a flag whose value is one of `names`, in upper or lower case."""
     return _choice({name: name for name in names})
 
 
 def _choice(values: dict[str, Any]) -> Kind:
     names = tuple(values)
+    by_lower_case = {name.lower(): value for name, value in values.items()}
 
     def parse(text: str) -> Any:
-        if text not in values:
+        if text.lower() not in by_lower_case:
             raise ValueError(f"expected {', '.join(names[:-1])} or {names[-1]}, got '{text}'")
-        return values[text]
+        return by_lower_case[text.lower()]
 
     return Kind("|".join(names), parse)
 

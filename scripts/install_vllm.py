@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints-vllm.txt"
@@ -38,6 +39,18 @@ def install(venv: Path) -> None:
         subprocess.run([*constrained, *_requirements(wheel)], check=True)
         subprocess.run([*pip, "install", "--no-deps", str(wheel)], check=True)
     _register_as_vllm(venv)
+    add_commands(venv)
+
+
+def add_commands(venv: Path) -> None:
+    """Create the commands of Neso, such as `neso`, which run in `venv`."""
+    for command in distribution("neso").entry_points.select(group="console_scripts"):
+        script = venv / "bin" / command.name
+        script.write_text(
+            f"#!{venv.absolute() / 'bin' / 'python'}\n"
+            f"import sys\n\nfrom {command.module} import {command.attr}\n\nsys.exit({command.attr}())\n"
+        )
+        script.chmod(0o755)
 
 
 def _requirements(wheel: Path) -> list[str]:

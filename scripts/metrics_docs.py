@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from neso.backends.llm.metrics import LlmMetrics
+from neso.backends.restarts import RESTARTS
 from neso.backends.vllm.metrics import VllmMetrics
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
@@ -137,6 +138,11 @@ def sections() -> list[Section]:
         ),
         Section(
             "In-flight batching", "Unless `gpt_model_type` is `V1`.", _new(plain, static), _values(plain)
+        ),
+        Section(
+            "Processes",
+            "Models of the backends `llm`, `neso`, `tensorrtllm` and `vllm`, and Python models in processes.",
+            [RESTARTS],
         ),
         Section("Static batching", "With `gpt_model_type: V1`.", _new(static, plain), _values(static)),
     ]

@@ -8,7 +8,7 @@ import json
 import random
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -20,7 +20,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from soaking.server import SoakedServer
 
 TIMEOUT = 30.0
-QUESTION = "What is paged attention?"
 
 Load = Callable[["Clients"], Awaitable[str]]
 """Executes one unit of work and returns its outcome: "ok", or the reason of an expected rejection."""
@@ -41,6 +40,8 @@ class Clients:
         self.random = random.Random(0)
         self.numbers = itertools.count(1)
         self.answered: Counter[str] = Counter()  # successful requests by model
+        self.texts: dict[str, str] = {}  # greedy continuations of the prompts
+        self.chats: dict[str, str] = {}  # greedy answers to the prompts
 
     async def close(self) -> None:
         await self.http.close()
@@ -132,38 +133,6 @@ async def grpc_stream(clients: Clients) -> str:
         got[response.id].append(int(np.frombuffer(response.raw_output_contents[0], np.int32)[0]))
     expect(got == {id: list(range(n)) for id, n in counts.items()}, f"responses were lost: {counts}, {got}")
     clients.answered["repeat"] += len(counts)
-    return "ok"
-
-
-async def _events(clients: Clients, max_tokens: int) -> AsyncIterator[dict[str, Any]]:
-    body = {
-        "text_input": QUESTION,
-        "stream": True,
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-    }
-    url = clients.server.url("/v2/models/pilot/generate_stream")
-    async with clients.http.post(url, json=body) as response:
-        expect(response.status == 200, f"generate_stream: {response.status}")
-        async for line in response.content:
-            if line.startswith(b"data: "):
-                event = json.loads(line[6:])
-                expect("error" not in event, f"generate_stream: {event}")
-                yield event
-
-
-async def generate_stream(clients: Clients) -> str:
-    text = [event["text_output"] async for event in _events(clients, 24)]
-    expect(len("".join(text)) > 10, f"generate_stream has said no more than {text}")
-    return "ok"
-
-
-async def cancel_generate(clients: Clients) -> str:
-    """Disconnect after the first tokens."""
-    events = _events(clients, 500)
-    await anext(events)
-    await events.aclose()
     return "ok"
 
 
@@ -260,8 +229,6 @@ LOADS: dict[Load, int] = {
     ensemble: 1,
     grpc_unary: 2,
     grpc_stream: 1,
-    generate_stream: 2,
-    cancel_generate: 1,
     cancel_stream: 1,
     vanish: 1,
     load_unload: 1,

@@ -112,13 +112,22 @@ ensemble_scheduling {
 """
 
 
+GUEST_BLOCKS = 256
+ENGINES = {"pilot": 512, "cancelled": 512, "guest": GUEST_BLOCKS}
+"""Language models and the sizes of their caches."""
+
+
 def write_repository(folder: Path) -> None:
-    """Write Python models, an ensemble, and the language model of the package as `pilot`."""
+    """Write Python models, an ensemble, and the language model of the package as `ENGINES`."""
     for name, (code, config) in _MODELS.items():
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text('backend: "python"\n' + config)
         (folder / name / "1" / "model.py").write_text(code)
-    for name, config in (("pipeline", _PIPELINE % VECTOR), ("pilot", 'backend: "llm"')):
+    for name, config in (("pipeline", _PIPELINE % VECTOR), *((name, 'backend: "llm"') for name in ENGINES)):
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text(config)
-    (folder / "pilot" / "1" / "model.json").write_text(json.dumps({"model": "neso-pilot", "num_blocks": 512}))
+    for name, num_blocks in ENGINES.items():
+        # A stopped engine is found within seconds, and kills are more frequent in a short run than by default allowed.
+        limits = {"heartbeat_timeout": 5, "max_restarts": 100}
+        options = {"model": "neso-pilot", "num_blocks": num_blocks, **limits}
+        (folder / name / "1" / "model.json").write_text(json.dumps(options))

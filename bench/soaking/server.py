@@ -14,10 +14,14 @@ from neso_server import FRONT_ENDS, NesoServer, served
 
 @dataclass(frozen=True)
 class Holdings:
-    """Resources of the server and its child processes. `seconds`: time since the server became ready; `rss`: in MiB."""
+    """Resources of the server and its child processes.
+
+    `seconds`: time since the server became ready; `rss`: in MiB, `server_rss`: without the child processes.
+    """
 
     seconds: float
     rss: float
+    server_rss: float
     fds: int
     threads: int
     processes: int
@@ -45,11 +49,12 @@ class SoakedServer:
     def holdings(self) -> Holdings:
         """Current resource usage. Raises `psutil.NoSuchProcess` if the server has exited."""
         server = psutil.Process(self.pid)
-        rss = fds = threads = count = 0
+        rss = own = fds = threads = count = 0
         for process in (server, *server.children(recursive=True)):
             try:
                 with process.oneshot():
                     rss += process.memory_info().rss
+                    own = own or rss  # the server is the first
                     fds += process.num_fds()
                     threads += process.num_threads()
                     count += 1
@@ -57,7 +62,7 @@ class SoakedServer:
                 if process is server:
                     raise
         shm = sum(1 for _ in Path("/dev/shm").iterdir())
-        return Holdings(time.monotonic() - self._ready, rss / 2**20, fds, threads, count, shm)
+        return Holdings(time.monotonic() - self._ready, rss / 2**20, own / 2**20, fds, threads, count, shm)
 
 
 @contextmanager

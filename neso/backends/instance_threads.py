@@ -30,6 +30,9 @@ async def stop_threads(threads: Iterable[StoppableThread], model: str, timeout: 
     if not running:
         return
     ended = [asyncio.wrap_future(thread.ended) for thread in running]
-    _, stuck = await asyncio.wait(ended, timeout=timeout)
-    if stuck:
-        logger.error("%d instances of model '%s' do not end", len(stuck), model)
+    try:
+        await asyncio.wait(ended, timeout=timeout)
+    finally:
+        stuck = sum(not future.done() for future in ended)
+        if stuck:
+            logger.error("%d instances of model '%s' do not end", stuck, model)

@@ -22,7 +22,7 @@ from neso.flags import (
     integer,
     number,
 )
-from neso.frontends.frontend_options import GrpcOptions, HttpOptions, MetricsOptions
+from neso.frontends.frontend_options import ConnectionOptions, GrpcOptions, HttpOptions, MetricsOptions
 from neso.frontends.openai_options import OpenAIOptions
 from neso.server.cache_options import CacheConfig
 from neso.server.options import LogOptions, ServerOptions
@@ -77,12 +77,6 @@ COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
     "Models": (
         Flag("served-model-name", "Name of the MODEL; the same as NAME=MODEL.", metavar="NAME"),
         Flag(
-            "backend-directory",
-            "Directory of tritonserver's backend libraries.",
-            PATH,
-            ignored="backends are Python code of the package or of the model's folder",
-        ),
-        Flag(
             "repoagent-directory",
             "Directory of tritonserver's repository agents.",
             PATH,
@@ -95,6 +89,7 @@ COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
         SPECULATIVE_CONFIG,
         ENGINE_CONFIG,
     ),
+    "Connections": (),
     "HTTP": (
         Flag("allow-http", "Enable the HTTP front end.", BOOLEAN, True),
         Flag(
@@ -257,6 +252,7 @@ def _topics() -> dict[str, tuple[Flag, ...]]:
     declared = [
         *flags_of(ServerOptions, "Models"),
         *flags_of(CacheConfig.parse, "Response cache"),
+        *flags_of(ConnectionOptions, "Connections"),
         *flags_of(HttpOptions, "HTTP"),
         *flags_of(GrpcOptions, "gRPC"),
         *flags_of(OpenAIOptions, "OpenAI"),

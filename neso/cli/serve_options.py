@@ -11,7 +11,13 @@ from typing import Any
 from neso.cli.flag_values import FlagValues, OptionError
 from neso.cli.serve_flags import ENGINE_CONFIG, ENGINE_FLAGS, FLAGS, LORA_MODULES, SPECULATIVE_CONFIG
 from neso.flags import Flag
-from neso.frontends.frontend_options import GrpcOptions, HttpOptions, MetricsOptions, http_tls
+from neso.frontends.frontend_options import (
+    ConnectionOptions,
+    GrpcOptions,
+    HttpOptions,
+    MetricsOptions,
+    http_tls,
+)
 from neso.frontends.openai_options import OpenAIOptions
 from neso.server.cache_options import CacheConfig
 from neso.server.errors import ServerError
@@ -50,6 +56,7 @@ class ServeOptions:
     server: ServerOptions
     models: tuple[ModelArgument, ...]
     engine: dict[str, str]
+    connections: ConnectionOptions
     http: HttpOptions | None
     grpc: GrpcOptions | None
     metrics: MetricsOptions | None
@@ -91,6 +98,7 @@ class ServeOptions:
             server=server,
             models=_models(names, values["served-model-name"]),
             engine=_engine_options(values),
+            connections=values.build(ConnectionOptions),
             http=values.build(HttpOptions) if values["allow-http"] else None,
             grpc=grpc,
             metrics=values.build(MetricsOptions) if values["allow-metrics"] else None,

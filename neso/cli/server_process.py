@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
@@ -20,12 +22,14 @@ from neso.server.errors import ServerError
 from neso.server.log import configure_log
 from neso.server.memory import freeze_gc
 from neso.server.metadata import ModelState
-from neso.server.model import Model
+from neso.server.model import BACKEND_SHARE, Model
 
 logger = logging.getLogger("neso")
 
 OPENAI_ON_HTTP = ("/v1", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/score", "/rerank")
 """Paths of the OpenAI API that the HTTP port also serves, like vLLM's single port."""
+EXIT_GRACE = 3.0
+"""Seconds after `exit_timeout` at which the process exits even if something blocks."""
 PROTOCOLS = {
     "http": "KServe v2 HTTP, generate; OpenAI under /v1",
     "grpc": "KServe v2 gRPC",
@@ -122,12 +126,13 @@ async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str
         started[name] = front_end
 
     app = None
+    limits = options.connections.limits()
     if options.openai is not None:
         app = await asyncio.to_thread(_openai_app, core, options)
     if options.http is not None:
         from neso.frontends.kserve.http_frontend import KServeHttp
 
-        http = KServeHttp(core, options.http)
+        http = KServeHttp(core, options.http, limits)
         if app is not None:
             for path in OPENAI_ON_HTTP:
                 http.mount(path, app)
@@ -135,13 +140,13 @@ async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str
     if options.grpc is not None:
         from neso.frontends.kserve.grpc_frontend import KServeGrpc
 
-        await start("grpc", KServeGrpc(core, options.grpc))
+        await start("grpc", KServeGrpc(core, options.grpc, limits))
     if options.metrics is not None:
         from neso.frontends.metrics import MetricsHttp
 
-        await start("metrics", MetricsHttp(core, options.metrics))
+        await start("metrics", MetricsHttp(core, options.metrics, limits))
     if app is not None and options.openai is not None:
-        await start("openai", AsgiServer(app, options.openai.server()))
+        await start("openai", AsgiServer(app, options.openai.server(), limits))
 
 
 def _openai_app(core: Core, options: ServeOptions) -> AsgiApp:
@@ -172,8 +177,25 @@ async def _wait_unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
 
 
 async def _stop(front_ends: dict[str, FrontEnd], core: Core, timeout: float) -> None:
-    await asyncio.gather(*(front_end.stop(timeout) for front_end in front_ends.values()))
-    await core.stop()
+    """Stop within `timeout` seconds and a few more; then the process exits in any case."""
+    deadline = time.monotonic() + timeout
+    _exit_after(timeout + EXIT_GRACE)
+    grace = timeout * (1 - BACKEND_SHARE)  # the rest of the time is for the models
+    await asyncio.gather(*(front_end.stop(grace) for front_end in front_ends.values()))
+    await core.stop(max(0.0, deadline - time.monotonic()))
+
+
+def _exit_after(seconds: float) -> None:
+    """End the process after `seconds`, even if code of a model blocks: Python waits for busy worker threads."""
+
+    def exit_now() -> None:
+        logger.critical("the server did not end in time: exiting")
+        logging.shutdown()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, exit_now)
+    timer.daemon = True
+    timer.start()
 
 
 def _on_hangup(options: ServeOptions) -> None:

@@ -72,6 +72,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: Annotated[
         int | None, Meta(description="Size of the KV cache in blocks; overrides the other limits.")
     ] = None
+    max_image_pixels: Annotated[
+        int, Meta(description="Maximum number of pixels of an image of a prompt, before and after resizing.")
+    ] = 1 << 26
     grammar_timeout: Annotated[
         float, Meta(description="Seconds that the grammar of a request can take to compile.")
     ] = 10.0
@@ -84,6 +87,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout: Annotated[
         float, Meta(description="Seconds after which a step counts as hung; 0 disables the watchdog.")
     ] = 600.0
+    heartbeat_timeout: Annotated[
+        float,
+        Meta(
+            description="Seconds without a sign of life after which the engine process is killed and restarted; "
+            "0 disables it."
+        ),
+    ] = 30.0
+    max_restarts: Annotated[
+        int,
+        Meta(
+            description="Failures of the engine process within restart_window that are followed by a restart; "
+            "after one more, the engine stays down and the server is not live."
+        ),
+    ] = 10
+    restart_window: Annotated[float, Meta(description="Seconds for which max_restarts counts failures.")] = (
+        300.0
+    )
     record_steps: Annotated[
         str | None, Meta(description="Directory for a recording of all steps; disables overlap.")
     ] = None
@@ -107,8 +127,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig = SpeculationConfig()
 
     def __post_init__(self) -> None:
-        if not self.step_timeout >= 0:
-            raise ValueError(f"step_timeout must be at least 0, got {self.step_timeout}")
+        for name in ("step_timeout", "heartbeat_timeout", "max_restarts", "restart_window"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     @property
     def tokenizer_path(self) -> str:

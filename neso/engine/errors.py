@@ -12,4 +12,4 @@ class EngineBusy(EngineError):
 
 
 class EngineDead(EngineError):
-    """The engine process has ended; requests fail until the model is loaded again."""
+    """The engine process has ended; requests fail until it is restarted. They can be retried later."""

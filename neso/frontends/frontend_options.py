@@ -18,6 +18,7 @@ from neso.server.errors import InvalidArgument
 if TYPE_CHECKING:
     from neso.frontends.transport.grpc import GrpcServerOptions
     from neso.frontends.transport.http1 import HttpServerOptions
+    from neso.frontends.transport.tcp import ConnectionLimits
 
 INT_MAX = 2**31 - 1
 
@@ -85,6 +86,29 @@ def grpc_tls(
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    """Limits on the connections of all front ends together."""
+
+    max_connections: Annotated[
+        int, Flag("max-connections", "Maximum number of connections to all ports together.", integer(1))
+    ] = 4096
+    max_per_address: Annotated[
+        int,
+        Flag(
+            "max-connections-per-address",
+            "Maximum number of connections of one client address to all ports together.",
+            integer(1),
+        ),
+    ] = 1024
+
+    def limits(self) -> ConnectionLimits:
+        """Return limits for servers to share."""
+        from neso.frontends.transport.tcp import ConnectionLimits
+
+        return ConnectionLimits(self.max_connections, self.max_per_address)
+
+
+@dataclass(frozen=True, slots=True)
 class HttpOptions:
     """Options of KServe over HTTP. `tls`: PEM files for HTTPS; `reuse_port`: share the port with other processes."""
 
@@ -139,12 +163,14 @@ class HttpOptions:
 
     def server(self) -> HttpServerOptions:
         """Return the options of the HTTP server. Raises `InvalidArgument` for TLS files that cannot be used."""
+        from neso.frontends.kserve.errors import rejection_response
         from neso.frontends.transport.http1 import HttpServerOptions
 
         return HttpServerOptions(
             self.host,
             self.port,
             max_body=self.max_input_size,
+            rejection=lambda rejection: rejection_response(rejection, self.max_input_size),
             keep_alive_timeout=self.keep_alive_timeout,
             header_timeout=self.header_timeout,
             reuse_port=self.reuse_port,
@@ -175,7 +201,7 @@ def _grpc_restrictions(texts: list[str]) -> Restrictions:
 
 @dataclass(frozen=True)
 class GrpcOptions:
-    """Address, limits and keepalive of KServe over gRPC; the defaults are Triton's.
+    """Address, limits and keepalive of KServe over gRPC; the defaults of keepalive are Triton's.
 
     `max_connection_age_ms`: 0 means no limit.
     """
@@ -193,7 +219,30 @@ class GrpcOptions:
     port: Annotated[
         int, Flag("grpc-port", "Port of the gRPC front end.", PORT, aliases=("kserve-grpc-port",))
     ] = 8001
-    max_message_bytes: int = INT_MAX
+    max_message_bytes: Annotated[
+        int,
+        Flag(
+            "grpc-max-message-size",
+            "Maximum size of a request message in bytes, also when decompressed.",
+            integer(1, INT_MAX),
+        ),
+    ] = 64 << 20
+    max_streams: Annotated[
+        int,
+        Flag("grpc-max-concurrent-streams", "Maximum number of calls in flight of a connection.", integer(1)),
+    ] = 256
+    max_connection_memory: Annotated[
+        int,
+        Flag(
+            "grpc-max-connection-memory",
+            "Maximum memory for the requests in flight of a connection in bytes.",
+            integer(1),
+        ),
+    ] = 256 << 20
+    max_memory: Annotated[
+        int,
+        Flag("grpc-max-memory", "Maximum memory for the requests in flight of all connections.", integer(1)),
+    ] = 1 << 30
     reuse_port: Annotated[
         bool, Flag("reuse-grpc-port", "Share the port with other servers that set this option.")
     ] = False
@@ -286,6 +335,9 @@ class GrpcOptions:
             reuse_port=self.reuse_port,
             tls=None if self.tls is None else self.tls.context("h2"),
             http2=Http2Options(
+                max_streams=self.max_streams,
+                max_connection_memory=self.max_connection_memory,
+                max_server_memory=self.max_memory,
                 keepalive_time=self.keepalive_time_ms / 1000,
                 keepalive_timeout=self.keepalive_timeout_ms / 1000,
                 min_ping_interval=self.http2_min_recv_ping_interval_without_data_ms / 1000,

@@ -6,6 +6,10 @@ from collections.abc import Iterable
 
 from neso.server.errors import InvalidArgument
 
+_RESERVED = frozenset(
+    ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output")
+)
+
 
 class HeaderForwarding:
     """Forwards headers whose names contain a match of a case-insensitive regular expression.
@@ -27,5 +31,14 @@ class HeaderForwarding:
             raise InvalidArgument(f"'{pattern}' is not a regular expression: {reason}") from None
 
     def parameters(self, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-        """Return the headers to forward, by lower-case name."""
-        return {name.lower(): value for name, value in headers if self._search(name)}
+        """Return the headers to forward, by lower-case name.
+
+        Raises `InvalidArgument` for a header with the name of a parameter that has a meaning in the protocol.
+        """
+        forwarded = {name.lower(): value for name, value in headers if self._search(name)}
+        for name in forwarded:
+            if name in _RESERVED or name.startswith("triton_"):
+                raise InvalidArgument(
+                    f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
+                )
+        return forwarded

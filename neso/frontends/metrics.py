@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from neso.frontends.frontend_options import MetricsOptions
 from neso.frontends.transport.http1 import HttpServer, HttpServerOptions, Request, Response, Router
+from neso.frontends.transport.tcp import ConnectionLimits
 from neso.server.core import Core
 from neso.server.metrics.registry import CONTENT_TYPE
 
@@ -11,12 +12,15 @@ from neso.server.metrics.registry import CONTENT_TYPE
 class MetricsHttp:
     """Serves the metrics of a server on its event loop."""
 
-    def __init__(self, core: Core, options: MetricsOptions | None = None) -> None:
+    def __init__(
+        self, core: Core, options: MetricsOptions | None = None, limits: ConnectionLimits | None = None
+    ) -> None:
         self.options = options or MetricsOptions()
         self._core = core
         router = Router()
         router.add("GET", "/metrics", self._metrics)
-        self._server = HttpServer(router, HttpServerOptions(self.options.host, self.options.port, max_body=0))
+        server_options = HttpServerOptions(self.options.host, self.options.port, max_body=0)
+        self._server = HttpServer(router, server_options, limits)
 
     @property
     def port(self) -> int:

@@ -171,6 +171,7 @@ class OpenAIOptions:
     - allowed_media_domains: hosts from which images may be fetched, ("*",) for any
     - restrictions: restricted API groups of KServe; openai_restrictions: restricted groups of `RESTRICTED_GROUPS`
     - metrics: serve `GET /metrics`
+    - triton_compatibility: where Triton's OpenAI front end differs from the OpenAI API, behave like the former
     - host, port, reuse_port, tls: settings of the API's own port; `create_app` ignores them
     """
 
@@ -268,10 +269,18 @@ class OpenAIOptions:
         default_factory=AccessOptions
     )
     metrics: Annotated[bool, SameAs("allow-metrics")] = True
+    triton_compatibility: Annotated[
+        bool,
+        Flag(
+            "openai-triton-compatibility",
+            "Use the error format and status codes of Triton's OpenAI front end, and list models that do not generate "
+            "text.",
+        ),
+    ] = False
 
     def server(self) -> HttpServerOptions:
         """Return the options of the API's own HTTP server. Raises `InvalidArgument` for unusable TLS files."""
-        from neso.frontends.openai.errors import http_error_body
+        from neso.frontends.openai.errors import rejection_response
         from neso.frontends.transport.http1 import HttpServerOptions
 
         return HttpServerOptions(
@@ -280,5 +289,5 @@ class OpenAIOptions:
             max_body=self.max_body_size,
             reuse_port=self.reuse_port,
             tls=None if self.tls is None else self.tls.context("http/1.1"),
-            rejection_body=http_error_body,
+            rejection=rejection_response,
         )

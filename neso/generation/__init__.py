@@ -2,13 +2,22 @@
 
 from neso.generation.errors import InvalidParameter, PromptTooLong, check_prompt_length
 from neso.generation.guided_decoding import GuidedDecoding
-from neso.generation.language_model import LanguageModel, SupportsLora, TokenizerLike, encode_text
+from neso.generation.language_model import (
+    UNLIMITED_LENGTH,
+    LanguageModel,
+    SupportsLora,
+    TokenizerLike,
+    cut_text,
+    encode_prompt,
+    encode_text,
+)
 from neso.generation.output import Completion, FinishReason, GenerationOutput, TokenLogprobs, Usage
 from neso.generation.pooling import PooledOutput, PoolingInfo, PoolingModel, PoolingParams, PoolingRequest
 from neso.generation.request import DraftTokens, GenerationRequest, LoraRequest, LoraTensors
 from neso.generation.sampling_params import SamplingDefaults, SamplingParams
 
 __all__ = [
+    "UNLIMITED_LENGTH",
     "Completion",
     "DraftTokens",
     "FinishReason",
@@ -32,5 +41,7 @@ __all__ = [
     "TokenizerLike",
     "Usage",
     "check_prompt_length",
+    "cut_text",
+    "encode_prompt",
     "encode_text",
 ]

@@ -15,10 +15,12 @@ class InvalidParameter(ValueError):
 class PromptTooLong(InvalidParameter):
     """The prompt leaves no room for output in the model's context."""
 
-    def __init__(self, num_tokens: int, max_model_len: int) -> None:
+    def __init__(self, num_tokens: int, max_model_len: int, *, exact: bool = True) -> None:
+        """`exact`: False if `num_tokens` is a lower bound, because only a part of the prompt was tokenized."""
+        self.length = f"{num_tokens}" if exact else f"at least {num_tokens}"
         super().__init__(
             "prompt",
-            f"is {num_tokens} tokens long; this model's context is {max_model_len} tokens, of which at least one must "
+            f"is {self.length} tokens long; this model's context is {max_model_len} tokens, of which at least one must "
             "be left for the output",
         )
         self.num_tokens = num_tokens

@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from neso.generation.errors import PromptTooLong
 from neso.generation.output import GenerationOutput
 from neso.generation.request import GenerationRequest, LoraRequest
 from neso.generation.sampling_params import SamplingDefaults
 
+UNLIMITED_LENGTH = 2**31 - 1
+"""`max_model_len` of a model with unknown context length."""
 _THREAD_THRESHOLD = 10_000
 """Length from which a text is tokenized in a thread, in characters."""
 
@@ -95,8 +98,55 @@ class SupportsLora(Protocol):
         """Unload an adapter. Requests in flight finish with it. Raises `NotFound` if it is not loaded."""
 
 
-async def encode_text(tokenizer: TokenizerLike, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Like `TokenizerLike.encode`, but encodes long texts in a thread to keep the event loop responsive."""
+_LONG_TEXT = 8
+"""Characters per token above which a text probably exceeds a number of tokens; English has about four."""
+_CUT_MARGIN = 256
+"""By how many tokens a cut can change the tokens of a text before the cut, at most."""
+
+
+def cut_text(
+    tokenizer: TokenizerLike, text: str, num_tokens: int, *, from_end: bool = False
+) -> tuple[str, int]:
+    """Return a start or an end of `text` that has more than `num_tokens` tokens, and how many these are at least.
+
+    Returns the whole text and 0 if it is short, or if it has no more tokens. The work is proportional to `num_tokens`,
+    not to the text: parts of doubling length are tokenized until one has enough tokens.
+
+    A bound by the longest token of the vocabulary would reject texts that fit (WordPiece drops white space and maps any
+    long word to one token), and would be weak: with a token of 128 spaces, 4 MB could fit a context of 32,768.
+    """
+    if len(text) <= _LONG_TEXT * num_tokens + _CUT_MARGIN:
+        return text, 0
+    size = 2 * num_tokens + 2 * _CUT_MARGIN
+    while size < len(text):
+        part = text[-size:] if from_end else text[:size]
+        at_least = len(tokenizer.encode(part, add_special_tokens=False)) - _CUT_MARGIN
+        if at_least > num_tokens:
+            return part, at_least
+        size *= 2
+    return text, 0
+
+
+def encode_prompt(
+    tokenizer: TokenizerLike, text: str, max_model_len: int, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Return the token ids of a prompt. Raises `PromptTooLong` for a long text without tokenizing all of it."""
+    _, at_least = cut_text(tokenizer, text, max_model_len)
+    if at_least:
+        raise PromptTooLong(at_least, max_model_len, exact=False)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+async def encode_text(
+    tokenizer: TokenizerLike,
+    text: str,
+    *,
+    add_special_tokens: bool = True,
+    max_model_len: int = UNLIMITED_LENGTH,
+) -> list[int]:
+    """Like `encode_prompt`, but encodes long texts in a thread to keep the event loop responsive."""
     if len(text) < _THREAD_THRESHOLD:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(
+        encode_prompt, tokenizer, text, max_model_len, add_special_tokens=add_special_tokens
+    )

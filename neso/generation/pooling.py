@@ -95,7 +95,7 @@ class PoolingModel(Protocol):
         """Return the result of `request`. Raises `InvalidParameter` if it is not supported. Cancelling aborts it."""
 
 
-MAX_TASKS_PER_TURN = 16
+MAX_TASKS_PER_TURN = 4
 """Maximum requests started per event-loop iteration: tokenizing them blocks the loop."""
 
 

@@ -25,6 +25,8 @@ MAX_INT = 2**31 - 1
 """Maximum of counts and token ids: runners store them in 32 bits."""
 MAX_BIAS = 1e30
 """Maximum logit bias: the sum of two biases, divided by the lowest temperature, is finite in float32."""
+MAX_PENALTY = 1e6
+"""Maximum penalty. The OpenAI API and vLLM allow less, TensorRT-LLM any number."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BEAM_CANDIDATES = 8192
 """Maximum number of candidates sorted per beam-search step: beam_width × (1 + tokens that end a beam)."""
@@ -50,6 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     - no_repeat_ngram_size: no n-gram of this size occurs twice, including the prompt; 0 disables.
     - bad_words: texts or token sequences to exclude from the output; stop_words: token sequences that end the output.
     - allowed_token_ids: only these tokens are generated.
+    - normalize_logprobs: log probabilities are those of the distribution that tokens are drawn from, after penalties,
+      temperature and filters. No effect on beam search.
     - embedding_bias: float32[vocab_size] in native byte order, added to the logits.
     - logits_processor: name of a logits processor that is registered with the model.
     - shown_special_tokens: texts of special tokens that are output despite skip_special_tokens.
@@ -86,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     embedding_bias: bytes = b""
     logprobs: int | None = None
+    normalize_logprobs: bool = False
     prompt_logprobs: int | None = None
     return_context_logits: bool = False
     return_generation_logits: bool = False
@@ -107,9 +112,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.top_p_reset_ids is not None:
             _in_range("top_p_reset_ids", self.top_p_reset_ids, -1, MAX_INT)
         _in_range("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_INT)
-        _in_range("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 1 / MAX_PENALTY, MAX_PENALTY)
+        _in_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _in_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         if self.seed is not None:
             _in_range("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -16,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from neso.generation import GenerationRequest, PoolingRequest
 from neso.server.config.scheduling import instances_of
 from neso.server.errors import Cancelled, InvalidArgument
+from neso.server.import_turn import IMPORT_SECONDS, import_turn
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.repository.names import stays_inside
 
 if TYPE_CHECKING:
     from neso.generation import GenerationOutput, LanguageModel, PoolingModel
@@ -41,8 +42,6 @@ EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
 ENTRY_POINT_GROUP = "neso.backends"
 TextFields = Callable[["GenerationOutput"], dict[str, Any]]
 """Converts an output to fields of a JSON response of the generate extension."""
-_IMPORTING = threading.Lock()
-"""Serializes imports: models load in threads, and concurrent imports of interdependent backends can deadlock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +168,11 @@ class Backend(ABC):
         return None
 
     @property
+    def output_labels(self) -> Mapping[str, Sequence[str]]:
+        """Classification labels of outputs without a label file, by output. Read after `load`."""
+        return {}
+
+    @property
     def num_instances(self) -> int:
         """Number of concurrent executions: the number of active (not passive) instances."""
         return sum(not spec.passive for spec in instances_of(self.context.config))
@@ -193,10 +197,17 @@ class Backend(ABC):
 
     @abstractmethod
     async def unload(self) -> None:
-        """Finish the requests in flight (no new requests are submitted), then release all resources."""
+        """Finish the requests in flight (no new requests are submitted), then release all resources.
+
+        Cancelled when it takes too long; it must then kill its processes.
+        """
 
     def ready(self) -> bool:
         """Return whether requests can be executed now."""
+        return True
+
+    def live(self) -> bool:
+        """Return False if the model has failed for good and only a restart of the server or a reload can help."""
         return True
 
     async def check_ready(self) -> bool:
@@ -235,12 +246,31 @@ class Backend(ABC):
             stream.send(InferenceResponse(self.context.name, self.context.version, result=result), final=True)
 
 
-def find_backend(name: str) -> type[Backend]:
-    """Return the backend class with this name, built in or from an entry point. Raises `InvalidArgument`."""
+PYTHON_BASED_FILE = "model.py"
+
+
+def python_based_file(name: str, directory: Path | None) -> Path | None:
+    """Return the file of a Python-based backend in the backend directory; None if there is none with this name."""
+    if directory is None or name in BUILTIN or "/" in name or not stays_inside(name):
+        return None
+    file = directory.absolute() / name / PYTHON_BASED_FILE
+    return file if file.is_file() else None
+
+
+def find_backend(name: str, directory: Path | None = None) -> type[Backend]:
+    """Return the backend class with this name. Raises `InvalidArgument`.
+
+    Backends are built in, Python-based in `directory`, or registered as an entry point.
+    """
     target = BUILTIN.get(name)
+    file = python_based_file(name, directory)
     try:
-        with _IMPORTING:
-            found = _imported(target) if target is not None else _entry_point(name).load()
+        with import_turn.held(IMPORT_SECONDS):
+            if file is not None:
+                python = _imported(BUILTIN["python"])
+                found: Any = type(python.__name__, (python,), {"model_file": file})
+            else:
+                found = _imported(target) if target is not None else _entry_point(name).load()
     except ImportError as error:
         hint = f", it needs `pip install 'neso[{EXTRAS[name]}]'`" if name in EXTRAS else ""
         raise InvalidArgument(f"unable to load backend '{name}'{hint}: {error}") from None

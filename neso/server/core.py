@@ -77,13 +77,16 @@ class Core:
         await asyncio.gather(self._machine_metrics.update(), self._control.start())
         self._started = True
 
-    async def stop(self) -> None:
-        """Reject new requests, wait for requests in flight (`exit_timeout`), and unload. Idempotent."""
+    async def stop(self, timeout: float | None = None) -> None:
+        """Reject new requests, wait for requests in flight, and unload. Idempotent.
+
+        `timeout`: time for all of this in seconds, by default `exit_timeout`; see `Model.unload`.
+        """
         if self._stopping:
             return
         self._stopping = True
         await self._control.stop()
-        await self._lifecycle.unload_all(self.options.exit_timeout)
+        await self._lifecycle.unload_all(self.options.exit_timeout if timeout is None else timeout)
         if self.response_cache is not None:
             await self.response_cache.close()
         self.shared_memory.close()
@@ -91,8 +94,13 @@ class Core:
         await self.tracing.close()
 
     def live(self) -> bool:
-        """Return whether the server is not stopping."""
-        return not self._stopping
+        """Return False if the server is stopping, or if a model has failed for good (`Backend.live`)."""
+        return not self._stopping and all(model.live() for record in self._table for model in record.models)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the server is stopping."""
+        return self._stopping
 
     def ready(self) -> bool:
         """Return whether the server has started and, with `strict_readiness`, every requested model is ready."""

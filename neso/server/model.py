@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from neso.generation import GenerationOutput, GenerationRequest, InvalidParameter, PooledOutput
@@ -34,6 +35,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BACKEND_SHARE = 0.2
+"""Part of the time to unload a model that is reserved for its backend."""
+MIN_UNLOAD_TIME = 1.0
+"""Seconds that a backend always has to unload."""
+
+
+async def unload_backend(backend: Backend, timeout: float | None) -> None:
+    """Unload a backend; cancel `Backend.unload` after `timeout` seconds, but not before `MIN_UNLOAD_TIME`."""
+    seconds = None if timeout is None else max(timeout, MIN_UNLOAD_TIME)
+    try:
+        await asyncio.wait_for(backend.unload(), seconds)
+    except asyncio.TimeoutError:
+        logger.error(
+            "model '%s' was not unloaded in time: its processes are killed, its threads go on",
+            backend.context.name,
+        )
+
 
 class Model:
     """A loaded model version. All requests (tensors, text generation, pooling) go through `submit`.
@@ -52,7 +70,7 @@ class Model:
         self.decoupled = bool(context.config.model_transaction_policy.decoupled)
         self.statistics: ModelStatistics = context.statistics
         self.signature = Signature(context.config)
-        self._classifier = Classifier(context.config, context.directory)
+        self._classifier = Classifier(context.config, context.directory, backend.output_labels)
         self.load_duration: float = 0.0
         self.source: object = None  # lives as long as the model: it can own a temporary folder
         tags = {f"_{key}": value for key, value in self.config.metric_tags.items()}
@@ -88,6 +106,11 @@ class Model:
         return self._backend.read_text_request(request, values)
 
     @property
+    def labels(self) -> Mapping[str, Sequence[str]]:
+        """Classification labels by output."""
+        return self._classifier.labels
+
+    @property
     def uses_cache(self) -> bool:
         """Whether responses are cached."""
         return self._cached is not None
@@ -105,6 +128,10 @@ class Model:
     def ready(self) -> bool:
         """Return whether requests are accepted and the backend can execute them."""
         return not self._retired and self._backend.ready()
+
+    def live(self) -> bool:
+        """See `Backend.live`."""
+        return self._backend.live()
 
     async def check_ready(self) -> bool:
         """Like `ready`, but the backend can also run the model's own readiness check."""
@@ -216,9 +243,15 @@ class Model:
         return True
 
     async def unload(self, timeout: float | None) -> None:
-        """Wait for the requests in flight, cancel them after `timeout` seconds, and release the backend's resources."""
+        """Wait for the requests in flight, cancel the rest, and release the backend's resources.
+
+        All of this takes at most `timeout` seconds, of which the backend has what the requests leave, but at least a
+        fifth and `MIN_UNLOAD_TIME`. A backend that takes longer is abandoned: its processes are killed, its threads
+        go on.
+        """
         self._retired = True
-        if not await self.drain(timeout):
+        started = time.monotonic()
+        if not await self.drain(None if timeout is None else timeout * (1 - BACKEND_SHARE)):
             for stream in tuple(self._in_flight):
                 stream.cancel()
                 stream.fail(Unavailable(f"model '{self.name}' is unloaded, the request did not end in time"))
@@ -228,7 +261,8 @@ class Model:
             await self._cached.close()
         await self._backend.request_tasks.end()
         try:
-            await self._backend.unload()
+            left = None if timeout is None else timeout - (time.monotonic() - started)
+            await unload_backend(self._backend, left)
         finally:
             if self._limited is not None:
                 self._limited.close()

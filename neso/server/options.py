@@ -135,7 +135,7 @@ class ServerOptions:
     """Options of the core; each frontend has separate options. Raises `ServerError` for invalid options.
 
     Options without a flag:
-    - unload_timeout: timeout in seconds for requests in flight when a model is unloaded or replaced
+    - replace_timeout: seconds that requests in flight have to end on a version that was replaced by a reload
     - response_cache_size: bytes of the in-memory response cache; 0 disables it
     - redis_cache: response cache in Redis, instead of in memory
     - config_checks: called with each `ModelConfig`; a raised `ServerError` fails the load of the model
@@ -207,8 +207,24 @@ class ServerOptions:
             topic="Process",
         ),
     ] = 30.0
-    unload_timeout: float = 300.0
+    unload_timeout: Annotated[
+        float,
+        Flag(
+            "unload-timeout-secs",
+            "Seconds that requests in flight and the instances of a model have to end when it is unloaded.",
+            number(0),
+        ),
+    ] = 60.0
+    replace_timeout: float = 300.0
     disable_auto_complete_config: Annotated[bool, FlagGroup(_disable_auto_complete)] = False
+    backend_directory: Annotated[
+        Path | None,
+        Flag(
+            "backend-directory",
+            "Directory of Python-based backends: models with backend NAME run the file NAME/model.py.",
+            default_text="none",
+        ),
+    ] = None
     backend_config: Annotated[
         dict[str, dict[str, str]],
         Flag(
@@ -291,6 +307,8 @@ class ServerOptions:
         paths = tuple(path if isinstance(path, str) else Path(path) for path in repository)
         object.__setattr__(self, "model_repository", paths)
         object.__setattr__(self, "startup_models", tuple(self.startup_models))
+        if self.backend_directory is not None:
+            object.__setattr__(self, "backend_directory", Path(self.backend_directory))
         try:
             object.__setattr__(self, "model_control_mode", ModelControlMode(self.model_control_mode))
         except ValueError:

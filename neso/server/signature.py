@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,25 @@ from neso.server.metadata import TensorMetadata
 from neso.server.repository.names import stays_inside
 from neso.server.tensor import DataType, Tensor, element_count
 
+MAX_CLASSES = 1_000_000
+"""Maximum number of elements of a batch entry of a classified output, as in Triton."""
+
 
 class Classifier:
-    """Converts outputs of one model version to classification results."""
+    """Converts outputs of one model version to classification results. `labels`: by output and index."""
 
-    def __init__(self, config: Any, directory: Path) -> None:
-        """Read the label files in the model's folder. Raises `InvalidArgument`."""
+    def __init__(
+        self, config: Any, directory: Path, inherited: Mapping[str, Sequence[str]] = MappingProxyType({})
+    ) -> None:
+        """Read the label files in the model's folder. Raises `InvalidArgument`.
+
+        `inherited`: labels of outputs without a label file.
+        """
         self._batched = config.max_batch_size > 0
-        self._labels = {
-            output.name: _read_labels(directory, output.label_filename, config.name)
-            for output in config.output
-            if output.label_filename
-        }
+        self.labels: dict[str, Sequence[str]] = {**inherited}
+        for output in config.output:
+            if output.label_filename:
+                self.labels[output.name] = _read_labels(directory, output.label_filename, config.name)
 
     def classify(self, outputs: list[Tensor], wanted: Mapping[str, int]) -> list[Tensor]:
         """Replace each output in `wanted` by its `wanted[name]` top classes. Raises `InvalidArgument`."""
@@ -44,8 +52,10 @@ class Classifier:
         check_datatype(tensor.datatype)
         batch = tensor.shape[:1] if self._batched else ()
         size = element_count(tensor.shape[len(batch) :])
+        if size > MAX_CLASSES:
+            raise InvalidArgument("classification output tensor too large")
         count = min(count, size)
-        labels = self._labels.get(tensor.name, [])
+        labels = self.labels.get(tensor.name, ())
         rows = batch[0] if batch else 1
         texts = np.empty((rows, count), np.object_)
         for row, values in zip(texts, tensor.array.reshape(rows, size), strict=True):
@@ -71,7 +81,7 @@ def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
     return len(values) - 1 - backwards
 
 
-def _class_text(value: Any, index: int, labels: list[str]) -> bytes:
+def _class_text(value: Any, index: int, labels: Sequence[str]) -> bytes:
     """Format a value like C++'s `std::to_string`: floats with six decimals."""
     number = str(value) if isinstance(value, np.integer) else f"{float(value):f}"
     text = f"{number}:{index}"
@@ -180,9 +190,12 @@ class Signature:
         inputs, specs = request.inputs, self.inputs
         if request.classification:
             return 0
-        for name in request.requested_outputs:
+        requested = request.requested_outputs
+        for name in requested:
             if name not in self.outputs:
                 return 0
+        if len(requested) > 1 and len(set(requested)) < len(requested):
+            return 0
         first = 1 if self.max_batch_size else 0
         batch_size, required = 0, 0
         for name, tensor in inputs.items():
@@ -235,7 +248,11 @@ class Signature:
         return restored
 
     def _check_names(self, request: InferenceRequest) -> None:
+        requested: set[str] = set()
         for name in request.requested_outputs:
+            if name in requested:
+                raise InvalidArgument(f"output '{name}' already exists in request")
+            requested.add(name)
             if name not in self.outputs:
                 raise InvalidArgument(f"unexpected inference output '{name}' for model '{self.model}'")
         for name in request.classification:

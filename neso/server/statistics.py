@@ -117,6 +117,7 @@ class Timeline:
     queue_start → compute_start → input_end → output_start → final response. The backend sets the times that it knows;
     the other stages get a duration of 0.
 
+    - compute: durations of compute input, infer and output, in ns, of a request that consists of other requests
     - responses: number of responses so far
     - response_start: start of the work on the next response; set by the backend if before `compute_start`
     """
@@ -125,12 +126,15 @@ class Timeline:
     compute_start: int = 0
     input_end: int = 0
     output_start: int = 0
+    compute: tuple[int, int, int] | None = None
     responses: int = 0
     response_start: int = 0
 
     def stages(self, end: int) -> tuple[int, int, int, int]:
         """Return the durations of queue, compute input, infer and output, in ns."""
         start = self.compute_start or self.queue_start
+        if self.compute is not None:
+            return start - self.queue_start, *self.compute
         input_end = self.input_end or start
         output_start = self.output_start or end
         return start - self.queue_start, input_end - start, output_start - input_end, end - output_start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -157,20 +158,21 @@ class Tensor:
 
     @classmethod
     def from_wire(
-        cls, name: str, datatype: DataType, shape: tuple[int, ...], data: bytes | memoryview
+        cls, name: str, datatype: DataType, shape: tuple[int, ...], data: bytes | memoryview, model: str = ""
     ) -> Tensor:
         """Read the binary tensor format (little-endian, row-major; BYTES: uint32 length before each element).
 
-        Fixed-size types are views of `data`, not copies. Raises `InvalidArgument` if the size does not match the shape.
+        Fixed-size types are views of `data`, not copies. Raises `InvalidArgument` with Triton's message, which contains
+        the name of the `model`, if the size does not match the shape.
         """
-        count = element_count(shape)
+        count = element_count(shape, name)
         if datatype is DataType.BYTES:
-            return cls(name, datatype, _split_bytes(name, data, count).reshape(shape))
+            return cls(name, datatype, _split_bytes(name, data, count, model).reshape(shape))
         dtype = datatype.dtype
         if len(data) != count * dtype.itemsize:
             raise InvalidArgument(
-                f"unexpected total byte size {len(data)} for input '{name}', "
-                f"expecting {count * dtype.itemsize}"
+                f"input byte size mismatch for input '{name}'{_of(model)}. "
+                f"Expected {count * dtype.itemsize}, got {len(data)}"
             )
         return cls(name, datatype, np.frombuffer(data, dtype).reshape(shape))
 
@@ -192,12 +194,35 @@ class Tensor:
             raise InvalidArgument(f"tensor '{self.name}' holds bytes that are not UTF-8") from None
 
 
-def element_count(shape: tuple[int, ...]) -> int:
-    """Return the number of elements of a shape, 1 for ()."""
+MAX_DIMENSIONS = 64
+"""Maximum number of dimensions of a tensor: that of numpy."""
+_MAX_BYTES = 2**63 - 1
+
+
+def element_count(shape: tuple[int, ...], name: str = "") -> int:
+    """Return the number of elements of a shape, 1 for ().
+
+    Raises `InvalidArgument` with the tensor's `name` for a shape that no array can have, even if it has no elements.
+    """
     count = 1
     for extent in shape:
         count *= extent
+    if not count or count > _MAX_BYTES or len(shape) > MAX_DIMENSIONS:
+        _check_extents(shape, name)
     return count
+
+
+def _check_extents(shape: tuple[int, ...], name: str) -> None:
+    if len(shape) > MAX_DIMENSIONS:
+        raise InvalidArgument(
+            f"invalid shape for input '{name}': it has {len(shape)} dimensions, at most {MAX_DIMENSIONS} are supported"
+        )
+    itemsize = 8 if 0 in shape else 1  # numpy multiplies the other extents of an empty array
+    if math.prod(extent or 1 for extent in shape) * itemsize > _MAX_BYTES:
+        raise InvalidArgument(
+            f"invalid shape for input '{name}': shape {list(shape)} causes total element count to exceed maximum size "
+            f"of {_MAX_BYTES}"
+        )
 
 
 def _as_bytes_array(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -214,25 +239,34 @@ def _as_bytes_array(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return result
 
 
-def _split_bytes(name: str, data: bytes | memoryview, count: int) -> npt.NDArray[Any]:
+def _of(model: str) -> str:
+    return f" for model '{model}'" if model else ""
+
+
+def _split_bytes(name: str, data: bytes | memoryview, count: int, model: str) -> npt.NDArray[Any]:
     view = memoryview(data)
+    where = f"inference input '{name}'{_of(model)}"
     if count > len(view) // 4:
-        raise InvalidArgument(
-            f"expected {count} string elements for input '{name}', got {len(view)} bytes, "
-            "too few for their lengths"
-        )
+        raise InvalidArgument(f"expected {count} string elements for {where}, got {_count_strings(view)}")
     elements = np.empty(count, np.object_)
     offset = 0
     for i in range(count):
         end = offset + 4 + int.from_bytes(view[offset : offset + 4], "little")
         if offset + 4 > len(view) or end > len(view):
-            raise InvalidArgument(
-                f"incomplete string data for input '{name}', expecting {count} elements, got {i}"
-            )
+            raise InvalidArgument(f"expected {count} string elements for {where}, got {i}")
         elements[i] = bytes(view[offset + 4 : end])
         offset = end
     if offset != len(view):
         raise InvalidArgument(
-            f"unexpected {len(view) - offset} bytes after the {count} elements of input '{name}'"
+            f"unexpected number of string elements {count + 1} for {where}, expecting {count}"
         )
     return elements
+
+
+def _count_strings(view: memoryview) -> int:
+    """Return the number of complete strings."""
+    count, offset = 0, 0
+    while offset + 4 <= len(view):
+        offset += 4 + int.from_bytes(view[offset : offset + 4], "little")
+        count += offset <= len(view)
+    return count

@@ -143,7 +143,7 @@ def _engines(server: ServerProcess) -> list[psutil.Process]:
 
 
 def test_engine_crash_affects_only_its_model():
-    with ServerProcess("first=neso-pilot", "second=neso-pilot") as server:
+    with ServerProcess("first=neso-pilot", "second=neso-pilot", "--engine-config=max_restarts=0") as server:
         assert len(_engines(server)) == 2
         _engines(server)[0].kill()
         wait_until(lambda: server.get("/v2/health/ready")[0] == 400)

@@ -243,7 +243,7 @@ def test_invalid_requests(triton, module, protocol, memory):
         triton.infer("double", plain_inputs(module), outputs=region_outputs(module, size=SIZE))
     inputs = region_inputs(module)
     inputs[0].set_shared_memory("region", 20)
-    message = "unexpected total byte size 20 for input 'X', expecting 16"
+    message = "input byte size mismatch for input 'X' for model 'double'. Expected 16, got 20"
     with refused(protocol, message, "400", "INVALID_ARGUMENT"):
         triton.infer("double", inputs)
     message = (

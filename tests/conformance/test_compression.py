@@ -147,7 +147,8 @@ def test_decompressed_size_is_limited(served, coding):
     assert post(served, fits, Content_Encoding=coding)[0] == 200
     bomb = COMPRESS[coding](text + b" " * (LIMIT - len(text) + 1))
     status, _, answer = post(served, bomb, Content_Encoding=coding)
-    assert status == 400 and f"exceeds the limit of {LIMIT} bytes" in orjson.loads(answer)["error"]
+    message = f"Decompressed data size exceeds the maximum allowed value of {LIMIT} bytes."
+    assert status == 400 and message in orjson.loads(answer)["error"]
 
 
 def test_unknown_coding_error_lists_known_codings(served):

@@ -19,7 +19,7 @@ SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_soak_loses_and_leaks_nothing():
-    command = [sys.executable, str(SOAK), "--minutes", "0.35"]
+    command = [sys.executable, str(SOAK), "--minutes", "0.35", "--kill-secs", "6"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "no errors, no leaks" in result.stdout
@@ -27,7 +27,7 @@ def test_soak_loses_and_leaks_nothing():
 
 def readings(**growth: float) -> list[Holdings]:
     """Readings of one minute; the named values grow by the given amount per second."""
-    base = {"rss": 200, "fds": 50, "threads": 30, "processes": 2, "shm": 1}
+    base = {"rss": 200, "server_rss": 100, "fds": 50, "threads": 30, "processes": 2, "shm": 1}
     return [
         Holdings(
             seconds, **{name: start + int(growth.get(name, 0) * seconds) for name, start in base.items()}

@@ -184,7 +184,8 @@ def test_all_optional_outputs(stream, llm, expected):
     np.testing.assert_allclose(rows, completion.generation_logits, atol=1e-3)
     each = np.concatenate([piece["output_log_probs"][0, 0] for piece in pieces])
     np.testing.assert_allclose(each, log_probs, atol=1e-4)
-    assert ["last_token_time_ns" in piece for piece in pieces] == [False] * (LENGTH - 1) + [True]
+    last_token_times = [int(piece["last_token_time_ns"][0, 0]) for piece in pieces]
+    assert len(last_token_times) == LENGTH and last_token_times == sorted(last_token_times)
 
 
 def test_reused_blocks_output(stream):
@@ -300,7 +301,6 @@ def test_cancelled_stream_frees_the_engine(slow_server):
         ({"request_output_len": i32([0])}, "request_output_len: must be at least 1"),
         ({"temperature": np.array([[-1]], np.float32)}, "temperature: must be at least 0"),
         ({"runtime_top_p": np.array([[2]], np.float32)}, "runtime_top_p: must be more than 0"),
-        ({"input_ids": i32([1] * 11 + [999])}, "input_ids: token 999 is not in the vocabulary"),
         ({"end_id": i32([999])}, "end_id: token 999"),
         ({"stop_words_list": i32([[3, 4], [2, 1]])}, "stop_words_list: the second row must say where words"),
         ({"decoder_input_ids": i32([3, 4])}, "decoder_input_ids: models with an encoder are not run"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -195,6 +196,78 @@ def test_a_batch_without_rows(address, model):
     inputs = tensors(None, text_input=np.empty((0, 1), object), max_tokens=np.empty((0, 1), np.int32))
     with pytest.raises(InferenceServerException, match="has no rows"):
         Stream(address, model, inputs).all()
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_empty_prompt_is_rejected(served, model):
+    status, answer = served.post(f"/v2/models/{model}/generate", {"text_input": "", "max_tokens": 4})
+    assert status == 400
+    assert "input_lengths: is 0" in answer["error"] and "/" not in answer["error"]
+
+
+@pytest.mark.parametrize("model", CHAINS)
+@pytest.mark.parametrize("name", ["length_penalty", "len_penalty"])
+def test_both_names_of_the_length_penalty(served, model, name):
+    body = {"text_input": PROMPT, "max_tokens": 4, "beam_width": 2}
+    status, answer = served.post(f"/v2/models/{model}/generate", {**body, name: 99})
+    assert status == 400 and "len_penalty: must be at least -10.0 and at most 10.0" in answer["error"]
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_parameters_without_effect_are_logged(served, model):
+    name = f"{model}_temperature"
+    body = {"text_input": PROMPT, "max_tokens": 1, name: 0.5, "runtime_top_p": 2.0}
+    status, answer = served.post(f"/v2/models/{model}/generate", body)
+    assert status == 400 and "runtime_top_p: must be more than 0" in answer["error"]
+    del body["runtime_top_p"]
+    assert served.post(f"/v2/models/{model}/generate", body)[0] == 200
+    wait_until(lambda: f"request parameter '{name}' has no effect" in served.output)
+
+
+def test_preprocessing_returns_a_decoder_start_token(served):
+    inputs = [
+        {"name": "QUERY", "datatype": "BYTES", "shape": [2, 1], "data": [PROMPT, "Hello."]},
+        {"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [2, 1], "data": [4, 4]},
+    ]
+    _, answer = served.post("/v2/models/preprocessing/infer", {"inputs": inputs})
+    outputs = {output["name"]: output["data"] for output in answer["outputs"]}
+    assert outputs["DECODER_INPUT_ID"] == outputs["OUT_PAD_ID"]
+    assert outputs["REQUEST_DECODER_INPUT_LEN"] == [1, 1]
+
+
+def test_unknown_tokenizer_type_is_rejected(tmp_path):
+    init(tmp_path)
+    for name in ("preprocessing", "postprocessing"):
+        path = tmp_path / name / "config.pbtxt"
+        path.write_text(path.read_text().replace('"auto"', '"t5"'))
+    with ServerProcess(f"--model-repository={tmp_path}", "--exit-on-error=false") as server:
+        index = {entry["name"]: entry for entry in server.post("/v2/repository/index", {})[1]}
+    for name in ("preprocessing", "postprocessing"):
+        assert "tokenizer_type: is 't5', expected one of auto, llama" in index[name]["reason"]
+
+
+def test_ensemble_as_in_published_repositories(tmp_path):
+    """It declares no transaction policy, lists an output twice, and its model has the template's placeholder."""
+    init(tmp_path)
+    ensemble = tmp_path / "ensemble" / "config.pbtxt"
+    given = ensemble.read_text().replace("model_transaction_policy { decoupled: true }\n", "")
+    (repeated,) = re.findall(r"(?m)^ *\{ name: \"kv_cache_alloc_total_blocks\".*$", given)
+    ensemble.write_text(given.replace(repeated, f"{repeated.rstrip(',')},\n{repeated}"))
+    model = tmp_path / "tensorrt_llm" / "config.pbtxt"
+    model.write_text(model.read_text().replace('backend: "tensorrtllm"', 'backend: "${triton_backend}"'))
+    with ServerProcess(f"--model-repository={tmp_path}") as server:
+        assert server.ports, server.output
+        results = ask(
+            server.address("grpc"),
+            "ensemble",
+            text_input=PROMPT,
+            max_tokens=12,
+            stream=True,
+            return_perf_metrics=True,
+        )
+    assert len(results) == 12 and "".join(text([result]) for result in results) == ANSWER
+    blocks = [result.as_numpy("kv_cache_alloc_total_blocks").item() for result in results]
+    assert blocks == sorted(blocks) and blocks[0] > 0
 
 
 def test_mismatched_sequences_and_lengths(served):

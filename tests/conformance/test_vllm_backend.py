@@ -735,7 +735,7 @@ def test_dead_engine_is_not_ready_and_unloads(server):
     wait_until(lambda: server.get(f"/v2/models/{EMBEDDER}/ready")[0] == 400)
     embedding = tensors("", embedding_request={"input": "x"})
     (error,) = grpc_stream(server, embedding, EMBEDDER)
-    assert error.message() == "vLLM engine is not healthy and model will be unloaded"
+    assert error.message() == "Model is unavailable due to unhealthy vLLM engine"
     wait_until(lambda: state(server, EMBEDDER) == "UNAVAILABLE")
     (error,) = grpc_stream(server, embedding, EMBEDDER)
     assert error.message() == f"Request for unknown model: '{EMBEDDER}' has no available versions"

@@ -149,7 +149,7 @@ def test_unsupported_requests_are_rejected(llm, prompt, params, field):
         ({"logprobs": -2}, "logprobs"),
         ({"temperature": "warm"}, "temperature"),
         ({"tempreature": 1}, "tempreature"),
-        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"presence_penalty": 1e7}, "presence_penalty"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"logit_bias": {"-1": 2}}, "logit_bias"),
     ],

@@ -41,3 +41,12 @@ def test_invalid_patterns_are_rejected(pattern, capfd):
     with pytest.raises(InvalidArgument, match="is not a regular expression: "):
         HeaderForwarding(pattern)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["priority", "Timeout", "sequence_id", "headers", "triton_x"])
+def test_reserved_names_are_rejected(name):
+    forwarding = HeaderForwarding("^(?:pri|tim|seq|head|tri)")
+    message = f"Header '{name.lower()}' is reserved for Triton usage and cannot be forwarded."
+    with pytest.raises(InvalidArgument, match=message):
+        forwarding.parameters([*HEADERS, (name, "1")])
+    assert HeaderForwarding("^x-").parameters([(name, "1")]) == {}

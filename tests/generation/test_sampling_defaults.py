@@ -68,7 +68,7 @@ def test_no_limit_without_max_new_tokens():
         ("top_p", 1.5, "at most 1.0, got 1.5"),
         ("top_p", [0.9], "got `array`"),
         ("repetition_penalty", 0, "must be"),
-        ("presence_penalty", 3, "at most 2.0"),
+        ("presence_penalty", 1e7, "at most 1000000.0"),
         ("max_new_tokens", 0, "at least 1"),
         ("max_new_tokens", 10**30, "at most"),
     ],

@@ -13,7 +13,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from neso.server.errors import InvalidArgument
 from neso.server.metadata import ModelState
-from neso.server.signature import Classifier, largest
+from neso.server.signature import MAX_CLASSES, Classifier, largest
 from neso.server.tensor import Tensor
 
 OUTPUT = 'name: "m" output { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] label_filename: "labels.txt" }'
@@ -93,3 +93,9 @@ async def test_missing_labels_fail_the_load(repository, start_core):
 def test_datatypes_without_order(array, name):
     with pytest.raises(InvalidArgument, match=f"unsupported type '{name}'"):
         classes(np.array(array), 1)
+
+
+def test_number_of_classes_is_limited() -> None:
+    assert len(classes(np.zeros(MAX_CLASSES, np.float32), 1)) == 1
+    with pytest.raises(InvalidArgument, match="classification output tensor too large"):
+        classes(np.zeros(MAX_CLASSES + 1, np.float32), 1)

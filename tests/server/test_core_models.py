@@ -75,7 +75,7 @@ async def test_unknown_models_and_versions(repository, start_core):
         ("input { name: 'A' dims: [1] }", "must specify 'data_type'"),
         ("input { data_type: TYPE_INT8 dims: [1] }", "must specify 'name'"),
         (
-            "output { name: 'A' data_type: TYPE_INT8 dims: [1] } output { name: 'A' data_type: TYPE_INT8 dims: [1] }",
+            "output { name: 'A' data_type: TYPE_INT8 dims: [1] } output { name: 'A' data_type: TYPE_INT8 dims: [2] }",
             "model output 'A' is specified more than once",
         ),
         (
@@ -264,7 +264,7 @@ async def test_load_and_unload(repository, start_core):
 async def test_names_cannot_leave_the_repository(repository, start_core, name):
     repository.add("identity")
     core = await start_core(explicit=True)
-    with pytest.raises(InvalidArgument, match="invalid model name"):
+    with pytest.raises(InvalidArgument, match=r"[Mm]odel name"):
         await core.load_model(name)
 
 
@@ -289,11 +289,15 @@ async def test_load_with_a_configuration_and_files(repository, start_core):
     model = core.model("made", "5")
     (response,) = await collect(ask(model, IN=np.ones((2, 1), np.float32)))
     assert response.output("OUT").shape == (2, 1)
-    with pytest.raises(InvalidArgument, match="requires the model config"):
+    await core.load_model("rooted", json.dumps(config), {"file:/1/model.py": IDENTITY.encode()})
+    assert core.model("rooted").ready()
+    failed = "failed to load '{}', failed to poll from model repository: .*{}"
+    with pytest.raises(InvalidArgument, match=failed.format("made", "requires the model config")):
         await core.load_model("made", files={"1/model.py": b""})
-    with pytest.raises(InvalidArgument, match="must stay inside"):
-        await core.load_model("made", json.dumps(config), {"../model.py": b""})
-    with pytest.raises(InvalidArgument, match="failed to parse"):
+    for path in ("../model.py", "file:/../model.py", "file:1/../../model.py", "file:/", "file:"):
+        with pytest.raises(InvalidArgument, match=failed.format("made", "must stay inside")):
+            await core.load_model("made", json.dumps(config), {path: b""})
+    with pytest.raises(InvalidArgument, match=failed.format("identity", "failed to parse")):
         await core.load_model("identity", "{")
 
 

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,6 +98,18 @@ async def test_models_with_different_schedulers_share_a_resource(
     assert set(gauge.executed) == {f"{name}_0_{i}" for name in KINDS for i in range(3)}
     for name in KINDS:
         assert core.model(name).statistics.inference_count == 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_priorities_divide_a_contended_resource(repository, start_core, gauge, kind: str) -> None:
+    for name, priority in (("often", 1), ("seldom", 2)):
+        group = GROUP.format(count=1, needs=1).replace("resources", f"priority: {priority} resources")
+        repository.add(name, MODEL, TENSORS.replace("size: 2", "size: 1") + KINDS[kind] + group)
+    core = await start_core(rate_limit=RateLimitMode.EXECUTION_COUNT)
+    streams = [submit(core, name, number) for number in range(20) for name in ("often", "seldom")]
+    for stream in streams:
+        await asyncio.wait_for(collect(stream), 60)
+    assert Counter(gauge.executed[:30]) == {"often_0_0": 20, "seldom_0_0": 10}
 
 
 async def test_rate_limiter_off(repository, start_core, gauge) -> None:

@@ -144,7 +144,7 @@ def test_out_of_range(manager, memory):
         manager.window("a", 63, (1 << 64) - 1)
     with refused(ErrorCode.INVALID_ARG, "Invalid offset for shared memory region: 'a'"):
         manager.window("a", 64, 1)
-    with refused(ErrorCode.INVALID_ARG, "unexpected total byte size 8 for input 'X', expecting 4"):
+    with refused(ErrorCode.INVALID_ARG, "input byte size mismatch for input 'X'. Expected 4, got 8"):
         manager.window("a", 0, 8).read("X", DataType.FP32, (1,))
     message = r"for output 'Y' \(4 bytes\) should be at least 8 bytes to hold the results"
     with refused(ErrorCode.INTERNAL, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from neso.backends.ensemble.graph import EnsembleGraph
@@ -16,12 +17,15 @@ if TYPE_CHECKING:
 
 
 class EnsembleBackend(Backend):
-    """Executes an ensemble. It is ready while the models of its steps are ready."""
+    """Executes an ensemble. It is ready while the models of its steps are ready.
+
+    It is decoupled if a step is: as in Triton, its own transaction policy has no effect.
+    """
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._graph = EnsembleGraph(context.config)
-        self._decoupled = bool(context.config.model_transaction_policy.decoupled)
+        self._decoupled = False
 
     async def load(self) -> None:
         """Load the models of the steps that are not loaded, and check the tensor mappings. Raises `InvalidArgument`."""
@@ -34,6 +38,21 @@ class EnsembleBackend(Backend):
                 ) from None
         for step in self._graph.steps:
             self._check_step(step.index)
+        self._decoupled = any(
+            self._find_model(step.model, step.version).decoupled for step in self._graph.steps
+        )
+        self.context.config.model_transaction_policy.decoupled = self._decoupled
+
+    @property
+    def output_labels(self) -> Mapping[str, Sequence[str]]:
+        """Labels of the steps' outputs that the ensemble returns."""
+        labels: dict[str, Sequence[str]] = {}
+        for name in self._graph.outputs:
+            step = self._graph.producer(name)
+            if step is not None:
+                output = next(output for output, tensor in step.outputs.items() if tensor == name)
+                labels[name] = self._find_model(step.model, step.version).labels.get(output, ())
+        return labels
 
     def submit(self, request: ResponseStream) -> None:
         EnsembleRun(self._graph, request, self._find_model, self._decoupled).start()
@@ -67,7 +86,3 @@ class EnsembleBackend(Backend):
         required = {name for name, spec in model.signature.inputs.items() if not spec.optional}
         for name in sorted(required - step.inputs.keys()):
             raise InvalidArgument(f"{where} needs the input '{name}', which is not in the input_map")
-        if model.decoupled and not self._decoupled:
-            raise InvalidArgument(
-                f"{where} is decoupled; the ensemble must have model_transaction_policy {{ decoupled: true }} as well"
-            )

@@ -30,6 +30,12 @@ class EnsembleGraph:
         self.name: str = config.name
         self.inputs = frozenset(tensor.name for tensor in config.input)
         self.outputs = tuple(tensor.name for tensor in config.output)
+        self.batches: bool = config.max_batch_size > 0
+        # As the ensemble's response has them before `Signature.restore`.
+        self.output_dims = {
+            tensor.name: tuple(tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims)
+            for tensor in config.output
+        }
         self.max_inflight = int(getattr(config.ensemble_scheduling, "max_inflight_requests", 0))
         self.steps = tuple(
             Step(
@@ -47,6 +53,10 @@ class EnsembleGraph:
                 self.consumers.setdefault(tensor, []).append(step)
         self._producers = self._find_producers()
         self._check()
+
+    def producer(self, tensor: str) -> Step | None:
+        """Return the step that produces a tensor; None for an input of the ensemble."""
+        return self._producers.get(tensor)
 
     def steps_for(self, outputs: Iterable[str]) -> frozenset[int]:
         """Return the indices of the steps that the ensemble outputs depend on."""

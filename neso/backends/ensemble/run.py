@@ -11,15 +11,20 @@ without it if it is optional for them, and the ensemble's response omits it.
 from __future__ import annotations
 
 import logging
+import operator
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
 
 from neso.backends.ensemble.graph import EnsembleGraph, Step
 from neso.server.errors import Cancelled, InternalError, ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.signature import Shape
 from neso.server.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -82,12 +87,14 @@ class EnsembleRun:
         # Queued executions by step, limited by max_inflight.
         self._waiting: dict[int, deque[tuple[Scope, dict[str, Tensor]]]] = {}
         self._answers = 0
+        self._compute = (0, 0, 0)  # compute input, infer and output durations of the steps, in ns
         # Nesting depth of `_processing`: a step can respond while another step is being started.
         self._depth = 0
 
     def start(self) -> None:
         """Start the steps whose inputs are in the request."""
         self._stream.request.on_cancel(self._cancel)
+        self._stream.timeline.compute_start = time.monotonic_ns()
         scope = Scope()
         scope.tensors.update(self._stream.request.inputs)
         scope.absent.update(self._graph.inputs - scope.tensors.keys())
@@ -142,7 +149,7 @@ class EnsembleRun:
     def _execute(self, step: Step, scope: Scope, inputs: dict[str, Tensor]) -> None:
         """Submit a step's request. Outputs go to the scope, or for a decoupled model to a child scope per response."""
         model = self._find_model(step.model, step.version)
-        stream = model.submit(self._request(step, inputs))
+        stream = model.submit(self._request(step, model, inputs))
         self._running[step.index] += 1
         self._streams.add(stream)
 
@@ -150,6 +157,8 @@ class EnsembleRun:
             with self._processing():
                 if response.error is not None:
                     raise response.error
+                if response.final:
+                    self._add_durations(stream)
                 if response.outputs and not self._stream.closed:
                     outputs = {tensor.name: tensor for tensor in response.outputs}
                     self._settle(step, Scope(scope) if model.decoupled else scope, outputs)
@@ -159,19 +168,32 @@ class EnsembleRun:
 
         stream.consume(receive)
 
+    def _add_durations(self, stream: ResponseStream) -> None:
+        """Add the compute durations of an ended step to those of the ensemble, as Triton counts them."""
+        if stream.timeline.compute_start:
+            _, *durations = stream.timeline.stages(time.monotonic_ns())
+            compute_input, infer, output = map(operator.add, self._compute, durations)
+            self._compute = self._stream.timeline.compute = (compute_input, infer, output)
+
     def _ended(self, step: Step) -> None:
         self._running[step.index] -= 1
         waiting = self._waiting.get(step.index)
         if waiting:
             self._begin(step, *waiting.popleft())
 
-    def _request(self, step: Step, inputs: dict[str, Tensor]) -> InferenceRequest:
-        source = self._stream.request
+    def _request(self, step: Step, model: Model, inputs: dict[str, Tensor]) -> InferenceRequest:
+        source, signature = self._stream.request, model.signature
+        batches = signature.max_batch_size > 0
         return InferenceRequest(
             model_name=step.model,
             model_version=step.version,
             id=source.id,
-            inputs={name: Tensor(name, tensor.datatype, tensor.array) for name, tensor in inputs.items()},
+            inputs={
+                name: Tensor(
+                    name, tensor.datatype, self._shaped(tensor, signature.inputs[name].dims, batches)
+                )
+                for name, tensor in inputs.items()
+            },
             requested_outputs=tuple(step.outputs),
             parameters=dict(source.parameters),
             priority=source.priority,
@@ -181,6 +203,27 @@ class EnsembleRun:
             sequence_end=source.sequence_end,
             trace=self._stream.trace,
         )
+
+    def _shaped(self, tensor: Tensor, dims: Shape, batches: bool) -> npt.NDArray[Any]:
+        """Return the array of a tensor, with or without batch dimension as a model with these `dims` needs it.
+
+        A dimension of 1 is added or removed if only one of the tensor's producer and its consumer batches.
+        """
+        array = tensor.array
+        missing = len(dims) + batches - array.ndim
+        if missing == 1 and batches and not self._is_batched(tensor.name):
+            return array.reshape(1, *array.shape)
+        if missing == -1 and not batches and array.shape[0] == 1 and self._is_batched(tensor.name):
+            return array.reshape(array.shape[1:])
+        return array
+
+    def _is_batched(self, name: str) -> bool:
+        """Return whether the producer of a tensor batches."""
+        producer = self._graph.producer(name)
+        if producer is None:
+            return self._graph.batches
+        model = self._find_model(producer.model, producer.version)
+        return model.signature.max_batch_size > 0
 
     def _settle(self, step: Step, scope: Scope, outputs: dict[str, Tensor]) -> None:
         """Store the outputs of a step, mark missing outputs as absent, and start the steps that read them."""
@@ -203,7 +246,8 @@ class EnsembleRun:
         for name in self._requested:
             tensor = scope.find(name)
             if tensor is not None:
-                outputs.append(tensor)
+                array = self._shaped(tensor, self._graph.output_dims[name], self._graph.batches)
+                outputs.append(Tensor(name, tensor.datatype, array))
             elif not scope.lacks(name):
                 return
         if not outputs or (self._answers and not any(name in scope.tensors for name in self._requested)):

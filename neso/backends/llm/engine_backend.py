@@ -22,10 +22,12 @@ from neso.backends.option_files import (
     resolve_relative,
 )
 from neso.backends.request_tensors import tensor_error_text
+from neso.backends.restarts import Restarts, restart_counter
 from neso.engine.client.async_engine import AsyncEngine, is_slow
 from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineBusy, EngineDead, EngineError
+from neso.engine.ipc.messages import EngineInfo
 from neso.engine.text.tokenizer import NO_TOKENIZER, EngineTokenizer
 from neso.engine.weights.hub import ModelNotFound, resolve_model
 from neso.generation import (
@@ -165,13 +167,18 @@ class _EngineRequest:
 class EngineBackend(Backend):
     """Base class of backends that run Neso's engine: life cycle, metrics, text generation, pooling, adapters.
 
-    Subclasses implement `submit` for requests with tensors.
+    Subclasses implement `submit` for requests with tensors. `iteration_metrics`: whether the metrics include
+    TensorRT-LLM's statistics of iterations.
     """
+
+    iteration_metrics = True
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._engine: AsyncEngine | None = None
         self._metrics: LlmMetrics | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._down = False  # the engine has failed too often and is not restarted
 
     @abstractmethod
     def engine_config(self) -> EngineConfig:
@@ -185,26 +192,35 @@ class EngineBackend(Backend):
             engine = await AsyncEngine.start(config, in_process=in_process)
         except EngineError as error:
             raise InvalidArgument(str(error)) from None
-        engine.on_dead(lambda reason: logger.error("model '%s': %s", context.name, reason))
+        counter = restart_counter(context.core.metrics, context.name, context.version)
+        self._restarts = Restarts(config.max_restarts, counter, config.restart_window)
+        engine.on_dead(self._on_dead)
         self._engine = engine
         info = engine.info
         self._metrics = LlmMetrics(
-            context.core.metrics, context.name, context.version, lambda: engine.stats, info
+            *(context.core.metrics, context.name, context.version, lambda: engine.stats, info),
+            iterations=self.iteration_metrics,
         )
         engine.on_stats(self._metrics.observe_step)
-        logger.info(
-            "model '%s' on %s in %.2f s, context %d tokens, KV cache %d blocks of %d tokens (%.0f MiB)",
-            *(context.name, info.runner, info.load_seconds, info.max_model_len),
-            *(info.num_blocks, info.block_size, info.cache_bytes / 2**20),
-        )
+        self._log_loaded(info)
         if self.language_model is not None:
             log_default_sampling(
                 *(context.name, info.default_sampling),
                 *(config.generation_config, config.override_generation_config),
             )
 
+    def _log_loaded(self, info: EngineInfo) -> None:
+        logger.info(
+            "model '%s' on %s in %.2f s, context %d tokens, KV cache %d blocks of %d tokens (%.0f MiB)",
+            *(self.context.name, info.runner, info.load_seconds, info.max_model_len),
+            *(info.num_blocks, info.block_size, info.cache_bytes / 2**20),
+        )
+
     async def unload(self) -> None:
         await self.request_tasks.end()
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.wait((self._restarting,))
         if self._engine is not None:
             await self._engine.stop()
         if self._metrics is not None:
@@ -212,6 +228,35 @@ class EngineBackend(Backend):
 
     def ready(self) -> bool:
         return self._engine is not None and self._engine.alive
+
+    def live(self) -> bool:
+        return not self._down
+
+    # -- restarts -----------------------------------------------------------------------------------------------
+
+    def _on_dead(self, reason: str) -> None:
+        logger.error("model '%s': %s", self.context.name, reason)
+        self._restarts.record_failure()
+        self._restarting = asyncio.get_running_loop().create_task(self._restart())
+
+    async def _restart(self) -> None:
+        engine, name = self.engine, self.context.name
+
+        async def restart() -> EngineInfo:
+            await engine.restart()
+            return engine.info
+
+        def failed(error: Exception) -> None:
+            logger.error("model '%s': the engine could not be restarted: %s", name, error)
+
+        info = await self._restarts.restart(restart, failed)
+        if info is None:
+            self._down = True
+            logger.critical("model '%s': the engine has failed too often and is not restarted", name)
+            return
+        assert self._metrics is not None
+        self._metrics.replace_engine(info)
+        self._log_loaded(info)
 
     # -- text generation ----------------------------------------------------------------------------------------
 
@@ -380,5 +425,10 @@ class EngineBackend(Backend):
             stream.fail(failure)
 
     def _server_error(self, error: EngineError) -> ServerError:
-        kind = Unavailable if isinstance(error, (EngineDead, EngineBusy)) else InternalError
-        return kind(f"model '{self.context.name}': {error}")
+        message = f"model '{self.context.name}': {error}"
+        if isinstance(error, EngineDead):
+            outlook = (
+                "and is not restarted" if self._down else "and is being restarted: retry the request later"
+            )
+            return Unavailable(f"{message} {outlook}")
+        return Unavailable(message) if isinstance(error, EngineBusy) else InternalError(message)

@@ -72,7 +72,10 @@ Read = Callable[[EngineStats], float]
 
 
 class EngineGauges:
-    """Gauges and counters of an engine, read from its `stats` at each scrape."""
+    """Gauges and counters of an engine, read from its `stats` at each scrape.
+
+    `iterations`: include TensorRT-LLM's statistics of iterations.
+    """
 
     def __init__(
         self,
@@ -81,6 +84,8 @@ class EngineGauges:
         version: str,
         stats: Callable[[], EngineStats],
         info: EngineInfo,
+        *,
+        iterations: bool = True,
     ) -> None:
         self._registry = registry
         self._labels = (model, version)
@@ -89,7 +94,8 @@ class EngineGauges:
         self._watch_vllm(info)
         self._watch_speculation(info)
         self._watch_logits_processors(info)
-        self._watch_tensorrt_llm(info)
+        if iterations:
+            self._watch_tensorrt_llm(info)
 
     def close(self) -> None:
         """Remove the gauges of an unloaded model."""
@@ -174,9 +180,9 @@ class EngineGauges:
             watch_all(
                 _V1,
                 {
-                    "total_context_tokens": lambda s: s.num_context_tokens,
-                    "total_generation_tokens": lambda s: s.num_batched_tokens - s.num_context_tokens,
-                    "empty_generation_slots": lambda s: info.max_num_seqs - s.num_running,
+                    "total_context_tokens": lambda s: s.static_batch.num_context_tokens,
+                    "total_generation_tokens": lambda s: s.static_batch.num_generation_tokens,
+                    "empty_generation_slots": lambda s: s.static_batch.num_empty_slots,
                 },
             )
 
@@ -257,10 +263,13 @@ class LlmMetrics(GenerationMetrics):
         version: str,
         stats: Callable[[], EngineStats],
         info: EngineInfo,
+        *,
+        iterations: bool = True,
     ) -> None:
         super().__init__(registry, model, version)
         self.adapters = AdapterMetrics(registry, model, version, info.lora) if info.lora.enabled else None
-        self._gauges = EngineGauges(registry, model, version, stats, info)
+        self._make_gauges = partial(EngineGauges, registry, model, version, stats, iterations=iterations)
+        self._gauges = self._make_gauges(info)
         self._steps = 0
         self.input_length, self.output_length = (
             registry.histogram(
@@ -280,6 +289,11 @@ class LlmMetrics(GenerationMetrics):
         if stats.step > self._steps:
             self._steps = stats.step
             self.step_tokens.observe(stats.num_batched_tokens)
+
+    def replace_engine(self, info: EngineInfo) -> None:
+        """Use the properties of a restarted engine: the size of its cache can be different."""
+        self._gauges.close()
+        self._gauges = self._make_gauges(info)
 
     def close(self) -> None:
         """Remove the gauges of an unloaded model; counters and histograms stay."""

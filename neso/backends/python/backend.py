@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from google.protobuf import json_format  # type: ignore[import-untyped]
 
@@ -14,7 +14,12 @@ from neso.backends.python.description import ModelDescription, PythonSettings
 from neso.backends.python.errors import describe
 from neso.backends.python.local_server import LocalServer
 from neso.backends.python.model_instance import WorkItem
-from neso.backends.python.model_module import forget_model_class, load_model_class
+from neso.backends.python.model_module import (
+    ModelCode,
+    forget_model_class,
+    load_model_class,
+    model_folder,
+)
 from neso.backends.python.pb_utils import complete_config
 from neso.backends.python.process.process_instances import ProcessInstancePool
 from neso.backends.python.process.spawn import complete_in_process
@@ -22,6 +27,7 @@ from neso.backends.python.thread_instances import InstancePool, ThreadInstancePo
 from neso.server.backend import Backend
 from neso.server.config.model_config import config_to_dict
 from neso.server.errors import InvalidArgument, ServerError, Unavailable
+from neso.server.import_turn import IMPORT_SECONDS, import_turn
 from neso.server.inference_response import ResponseStream
 from neso.server.statistics import Timeline
 
@@ -33,14 +39,19 @@ READY_TIMEOUT = 5.0
 
 
 class PythonBackend(Backend):
-    """Runs each instance of the model in a thread or a child process, without blocking the event loop."""
+    """Runs each instance of the model in a thread or a child process, without blocking the event loop.
+
+    `model_file`: file with the class `TritonPythonModel` of a Python-based backend. None: it is in the folder of the
+    model's version.
+    """
 
     batches = True
+    model_file: ClassVar[Path | None] = None
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         settings = PythonSettings.from_config(context.config, context.backend_config)
-        description = ModelDescription.from_config(context, context.config)
+        description = self._describe(context.config)
         access = LocalServer(context.core, asyncio.get_running_loop())
         reschedule = self._reschedule if description.iterative else None
         self._instances: InstancePool = (
@@ -55,7 +66,12 @@ class PythonBackend(Backend):
     ) -> None:
         """Run the model's `auto_complete_config`."""
         settings = PythonSettings.from_config(config, backend_config)
-        auto_complete(config, directory, version_directory / config.default_model_filename, settings)
+        code = ModelCode.of(config, version_directory, cls.model_file)
+        auto_complete(config, directory, code, settings)
+
+    def _describe(self, config: Any) -> ModelDescription:
+        code = ModelCode.of(config, self.context.version_directory, self.model_file)
+        return ModelDescription.from_config(self.context, config, code)
 
     async def load(self) -> None:
         """Start and initialize all instances."""
@@ -73,7 +89,7 @@ class PythonBackend(Backend):
         growth = [new.count - old.count for old, new in zip(before, after, strict=True)]
         if min(growth) < 0 and len(growth) > 1:
             return False
-        if not await self._instances.update(ModelDescription.from_config(self.context, config), growth):
+        if not await self._instances.update(self._describe(config), growth):
             return False
         for old, new in zip(before, after, strict=True):
             old.count = new.count
@@ -139,14 +155,14 @@ def _differ_in_counts_only(before: list[Any], after: list[Any]) -> bool:
 _COMPLETABLE = ("max_batch_size", "input", "output", "dynamic_batching", "model_transaction_policy")
 
 
-def auto_complete(config: Any, directory: Path, path: Path, settings: PythonSettings) -> None:
+def auto_complete(config: Any, directory: Path, code: ModelCode, settings: PythonSettings) -> None:
     """Update a `ModelConfig` message with the model's `auto_complete_config`. Blocks. Raises `ServerError`."""
     values = config_to_dict(config)
     try:
         if settings.use_process:
-            completed = complete_in_process(values, directory, path, settings)
+            completed = complete_in_process(values, directory, code, settings)
         else:
-            completed = _complete_in_thread(values, path)
+            completed = _complete_in_thread(values, code)
     except ServerError:
         raise
     except Exception as error:
@@ -155,10 +171,12 @@ def auto_complete(config: Any, directory: Path, path: Path, settings: PythonSett
     _apply_completed(config, completed)
 
 
-def _complete_in_thread(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    model_class = load_model_class(path, values["name"])
+def _complete_in_thread(values: dict[str, Any], code: ModelCode) -> dict[str, Any]:
+    with import_turn.held(IMPORT_SECONDS):
+        model_class = load_model_class(code, values["name"])
     try:
-        return complete_config(values, model_class)
+        with model_folder(code.folder):
+            return complete_config(values, model_class)
     finally:
         forget_model_class(model_class)
 

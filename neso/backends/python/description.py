@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from neso.backends.python.model_module import ModelCode
 from neso.backends.python.response import ModelOutputs, Post, RequestStream
 from neso.server.backend import ModelContext
 from neso.server.config.model_config import config_to_dict, config_to_json
@@ -97,7 +98,7 @@ class ModelDescription:
     """
 
     name: str
-    path: Path
+    code: ModelCode
     directory: Path
     common: dict[str, str]
     instances: list[InstanceSpec]
@@ -108,7 +109,7 @@ class ModelDescription:
     iterative: bool
 
     @classmethod
-    def from_config(cls, context: ModelContext, config: Any) -> ModelDescription:
+    def from_config(cls, context: ModelContext, config: Any, code: ModelCode) -> ModelDescription:
         """Read a `ModelConfig` message. Raises `InvalidArgument` for instance groups on missing GPUs."""
         values = config_to_dict(config)
         sequences = values.get("sequence_batching")
@@ -121,7 +122,7 @@ class ModelDescription:
         _check_gpus(instances, context.name)
         return cls(
             name=context.name,
-            path=context.version_directory / config.default_model_filename,
+            code=code,
             directory=context.directory,
             common={
                 "model_config": config_to_json(config),

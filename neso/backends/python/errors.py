@@ -30,6 +30,10 @@ class TritonError:
     CANCELLED = 7
 
     def __init__(self, message: str, code: int = INTERNAL) -> None:
+        if message is None or code not in _CODES:
+            raise TypeError(
+                f"TritonError needs a message and a code of TritonError, got {message!r}, {code!r}"
+            )
         self._message = str(message)
         self._code = code
 

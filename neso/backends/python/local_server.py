@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from neso.backends.python.errors import TritonModelException
 from neso.backends.python.server_access import Deliver, LoopCalls, ServerAccess
 from neso.server.errors import InternalError, ServerError
+from neso.server.import_turn import import_turn
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metrics.custom import CustomFamily, MetricKind
@@ -60,6 +61,7 @@ class LocalServer(ServerAccess):
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the core's event loop and wait. Raises `TritonModelException` for a `ServerError`."""
+        import_turn.give_up()  # `initialize` may load a model that needs the turn
         try:
             return asyncio.run_coroutine_threadsafe(work, self.loop).result()
         except ServerError as error:
@@ -95,7 +97,10 @@ class ModelCall:
                 )
             self._stream = model.submit(self._request)
         except ServerError as error:
-            self._fail(error)
+            name = self._request.model_name
+            self._fail(
+                ServerError(f"Model {name} - Error when running inference: {error.message}", error.code)
+            )
             return
         except Exception as error:
             # The calling model waits for a response, so send it the error.

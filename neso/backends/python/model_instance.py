@@ -15,12 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from neso.backends.python import forked
 from neso.backends.python.errors import TritonModelException, describe
-from neso.backends.python.model_module import forget_model_class, load_model_class, model_folder
+from neso.backends.python.model_module import (
+    ModelCode,
+    forget_model_class,
+    load_model_class,
+    model_folder,
+)
 from neso.backends.python.request import InferenceRequest
 from neso.backends.python.response import InferenceResponse, ModelOutputs, RequestStream, Responder
 from neso.backends.python.server_access import ServerAccess, server_access
 from neso.server.errors import Cancelled, InternalError
+from neso.server.import_turn import IMPORT_SECONDS, INITIALIZE_SECONDS, import_turn
 from neso.server.inference_response import NEVER_EXECUTED
 from neso.server.log.settings import request_fields
 from neso.server.statistics import Timeline
@@ -61,10 +68,15 @@ class ModelInstance:
     """
 
     def __init__(
-        self, path: Path, args: dict[str, str], outputs: ModelOutputs, work: WorkQueue, access: ServerAccess
+        self,
+        code: ModelCode,
+        args: dict[str, str],
+        outputs: ModelOutputs,
+        work: WorkQueue,
+        access: ServerAccess,
     ) -> None:
         self.started: Future[None] = Future()
-        self._path = path
+        self._code = code
         self._args = args
         self._outputs = outputs
         self.work = work
@@ -81,8 +93,9 @@ class ModelInstance:
 
     def run(self) -> None:
         """Load the model and execute work until the queue yields None or loading fails."""
+        forked.install()
         try:
-            with model_folder(self._path.parent), server_access(self._access):
+            with model_folder(self._code.folder), server_access(self._access):
                 self._load_and_serve()
         except Exception as error:
             logger.exception("instance '%s' of a Python model failed", self.name)
@@ -111,7 +124,7 @@ class ModelInstance:
 
     def _call_is_ready(self, is_ready: Callable[[], Any], answer: Future[bool]) -> None:
         try:
-            with model_folder(self._path.parent), server_access(self._access):
+            with model_folder(self._code.folder), server_access(self._access):
                 ready = is_ready()
                 if inspect.iscoroutine(ready):
                     # Prefer the model's event loop: the coroutine can use objects bound to it.
@@ -131,7 +144,8 @@ class ModelInstance:
 
     def _load_and_serve(self) -> None:
         try:
-            model_class = load_model_class(self._path, self._args["model_name"])
+            with import_turn.held(IMPORT_SECONDS):
+                model_class = load_model_class(self._code, self._args["model_name"])
         except Exception as error:
             self.started.set_exception(error)
             return
@@ -142,16 +156,19 @@ class ModelInstance:
 
     def _serve(self, model_class: type[Any]) -> None:
         try:
-            model = model_class()
-            if not callable(getattr(model, "execute", None)):
-                raise TritonModelException(f"TritonPythonModel in '{self._path}' has no execute function")
-            if hasattr(model, "initialize"):
-                self._context.run(model.initialize, self._args)
+            with import_turn.held(INITIALIZE_SECONDS):
+                model = model_class()
+                if not callable(getattr(model, "execute", None)):
+                    raise TritonModelException(
+                        f"TritonPythonModel in '{self._code.file}' has no execute function"
+                    )
+                if hasattr(model, "initialize"):
+                    self._context.run(model.initialize, self._args)
         except Exception as error:
             self.started.set_exception(error)
             return
         if inspect.iscoroutinefunction(model.execute):
-            self._loop = _start_loop(self.name, self._path.parent, self._access)
+            self._loop = _start_loop(self.name, self._code.folder, self._access)
         self._model = model
         self.started.set_result(None)
         while (work := self.work.get()) is not None:
@@ -204,7 +221,7 @@ class ModelInstance:
     ) -> None:
         """Run a coroutine of `execute` on the model's event loop. Waits for it unless the model is decoupled."""
         if self._loop is None:
-            self._loop = _start_loop(self.name, self._path.parent, self._access)
+            self._loop = _start_loop(self.name, self._code.folder, self._access)
         running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         if not self._outputs.decoupled:
             self._finish(running.result(), responders, on_executed)
@@ -234,13 +251,13 @@ class ModelInstance:
                 responder.reschedule_if_requested()
 
     def _check_result(self, result: Any, count: int) -> None:
-        if self._outputs.decoupled:
-            if result is not None:
-                raise TritonModelException(
-                    f"Python model '{self.name}' is using the decoupled mode and the execute "
-                    "function must return None."
-                )
+        if result is None:  # all responses are sent by response senders, or later
             return
+        if self._outputs.decoupled:
+            raise TritonModelException(
+                f"Python model '{self.name}' is using the decoupled mode and the execute "
+                "function must return None."
+            )
         if not isinstance(result, list | tuple):
             raise TritonModelException(
                 f"Expected a list in the execute return, found type '{type(result).__name__}'."

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
     SOURCE_SUFFIXES,
@@ -98,12 +99,29 @@ class _FolderFinder:
         return None
 
 
-def load_model_class(path: Path, name: str) -> type[Any]:
+@dataclass(frozen=True, slots=True)
+class ModelCode:
+    """Absolute paths of the file with the class `TritonPythonModel`, and of the folder of the model's version.
+
+    The file is in the folder, or belongs to a Python-based backend.
+    """
+
+    file: Path
+    folder: Path
+
+    @classmethod
+    def of(cls, config: Any, folder: Path, file: Path | None) -> ModelCode:
+        """Return the code of a model version in `folder`; `file` is that of its Python-based backend, if any."""
+        folder = folder.absolute()
+        return cls(folder / config.default_model_filename if file is None else file.absolute(), folder)
+
+
+def load_model_class(code: ModelCode, name: str) -> type[Any]:
     """Import a model's file and return its class `TritonPythonModel`.
 
     Raises `TritonModelException` if the file or class does not exist, and any exception of the file's code.
     """
-    path = path.absolute()
+    path = code.file
     if not path.is_file():
         raise TritonModelException(f"Python model file not found in '{path}'")
     install()
@@ -116,7 +134,7 @@ def load_model_class(path: Path, name: str) -> type[Any]:
     module = module_from_spec(spec)
     sys.modules[package] = module
     try:
-        with model_folder(path.parent):
+        with model_folder(code.folder):
             spec.loader.exec_module(module)
         found = getattr(module, "TritonPythonModel", None)
         if not isinstance(found, type):

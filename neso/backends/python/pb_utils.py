@@ -11,6 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from neso.backends.python.arguments import as_text
 from neso.backends.python.errors import TritonError, TritonModelException
 from neso.backends.python.model_module import current_folder, find_current_folder
 from neso.backends.python.request import (
@@ -18,6 +19,7 @@ from neso.backends.python.request import (
     TRITONSERVER_MEMORY_GPU,
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
+    TRITONSERVER_REQUEST_RELEASE_ALL,
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
     InferenceRequest,
     InferenceTrace,
@@ -31,6 +33,7 @@ from neso.backends.python.response import (
 )
 from neso.backends.python.server_access import FamilyHandle, MetricHandle, current_access
 from neso.backends.python.tensor import (
+    TRITON_STRING_TO_NUMPY,
     Tensor,
     deserialize_bytes_tensor,
     numpy_to_triton_type,
@@ -45,8 +48,10 @@ __all__ = [
     "TRITONSERVER_MEMORY_GPU",
     "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
     "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START",
+    "TRITONSERVER_REQUEST_RELEASE_ALL",
     "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE",
     "TRITONSERVER_RESPONSE_COMPLETE_FINAL",
+    "TRITON_STRING_TO_NUMPY",
     "InferenceRequest",
     "InferenceResponse",
     "InferenceTrace",
@@ -114,17 +119,19 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
     - config: JSON, overrides config.pbtxt
     - files: contents by path ("file:1/model.py"), override the model's folder
     """
-    current_access().load_model(model_name, config or None, files or None)
+    current_access().load_model(as_text(model_name, "model_name"), config or None, files or None)
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Unload a model after its requests in flight have ended. Raises `TritonModelException`."""
-    current_access().unload_model(model_name, unload_dependents)
+    current_access().unload_model(as_text(model_name, "model_name"), unload_dependents)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
     """Return whether a model accepts requests and its `is_ready`, if any, returns true."""
-    return current_access().model_ready(model_name, model_version)
+    return current_access().model_ready(
+        as_text(model_name, "model_name"), as_text(model_version, "model_version")
+    )
 
 
 def _tensor_config(model_config: dict[str, Any], kind: str, name: str) -> dict[str, Any] | None:
@@ -191,8 +198,10 @@ class ModelConfig:
         for given in self._config[kind]:
             if given["name"] != tensor["name"]:
                 continue
-            for key in ("data_type", "dims"):
-                unset = not given[key] or given[key] == "TYPE_INVALID"
+            for key in ("data_type", "dims", "optional"):
+                if key not in tensor:
+                    continue
+                unset = key not in given or given[key] in ([], "TYPE_INVALID")
                 if not unset and _as_list(given[key]) != _as_list(tensor[key]):
                     raise ValueError(
                         f"unable to add {kind} '{tensor['name']}' to model '{self._config['name']}': "
@@ -306,17 +315,16 @@ def _server_errors() -> Iterator[None]:
 _log = logging.getLogger("neso.model")
 
 
-class LogLevel(IntEnum):
-    """Severity of a log message."""
-
-    INFO = logging.INFO
-    WARNING = logging.WARNING
-    ERROR = logging.ERROR
-    VERBOSE = logging.DEBUG
-
-
 class Logger:
-    """The server's log. All methods are static."""
+    """The server's log. All methods are static. They raise `TypeError` for a message or level of another type."""
+
+    class LogLevel(IntEnum):
+        """Severity of a log message."""
+
+        INFO = logging.INFO
+        WARNING = logging.WARNING
+        ERROR = logging.ERROR
+        VERBOSE = logging.DEBUG
 
     INFO = LogLevel.INFO
     WARNING = LogLevel.WARNING
@@ -324,7 +332,9 @@ class Logger:
     VERBOSE = LogLevel.VERBOSE
 
     @staticmethod
-    def log(message: str, level: int = LogLevel.INFO) -> None:
+    def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
+        if not isinstance(level, LogLevel):
+            raise TypeError(f"level must be a pb_utils.LogLevel, got {type(level).__name__}")
         _write_log(level, message)
 
     @staticmethod
@@ -344,7 +354,11 @@ class Logger:
         _write_log(LogLevel.VERBOSE, message)
 
 
+LogLevel = Logger.LogLevel
+
+
 def _write_log(level: int, message: str) -> None:
+    message = as_text(message, "message")
     if not _log.isEnabledFor(level):
         return
     folder = find_current_folder()

@@ -7,12 +7,12 @@ import json
 import queue
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
+from neso.backends.python.arguments import as_integer, as_list, as_text
 from neso.backends.python.errors import TritonError, TritonModelException
 from neso.backends.python.response import InferenceResponse, RequestTrace, Responder, ResponseSender
-from neso.backends.python.server_access import ServerAccess, current_access, running_loop_calls
+from neso.backends.python.server_access import LoopCalls, ServerAccess, current_access, running_loop_calls
 from neso.backends.python.tensor import Tensor
 from neso.server.inference_request import InferenceRequest as ServerRequest
 from neso.server.inference_response import InferenceResponse as ServerResponse
@@ -32,7 +32,7 @@ class InferenceRequest:
         correlation_id: int | str = 0,
         inputs: Sequence[Tensor] = (),
         requested_output_names: Sequence[str] = (),
-        model_name: str = "",
+        model_name: str | bytes = "",
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -40,14 +40,22 @@ class InferenceRequest:
         trace: InferenceTrace | None = None,
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
-        self._request_id = request_id
-        self._correlation_id = correlation_id
-        self._inputs = list(inputs)
-        self._requested_output_names = list(requested_output_names)
-        self._model_name = model_name
-        self._model_version = model_version
-        self._flags = flags
-        self._timeout = timeout
+        if requested_output_names is None:
+            raise TypeError("requested_output_names must be a list, got NoneType")
+        self._request_id = as_text(request_id, "request_id")
+        self._correlation_id = (
+            correlation_id
+            if isinstance(correlation_id, str)
+            else as_integer(correlation_id, "correlation_id")
+        )
+        self._inputs = as_list(inputs, Tensor, "inputs")
+        self._requested_output_names = [
+            as_text(name, "requested_output_names") for name in requested_output_names
+        ]
+        self._model_name = as_text(model_name, "model_name")
+        self._model_version = as_integer(model_version, "model_version")
+        self._flags = as_integer(flags, "flags")
+        self._timeout = as_integer(timeout, "timeout")
         self._trace = trace
         self._parameters = dict(parameters or {})
         self._responder: Responder | None = None
@@ -102,7 +110,7 @@ class InferenceRequest:
         return self._flags
 
     def set_flags(self, flags: int) -> None:
-        self._flags = flags
+        self._flags = as_integer(flags, "flags")
 
     def timeout(self) -> int:
         """Return the timeout in microseconds; 0 for none."""
@@ -130,9 +138,9 @@ class InferenceRequest:
         responses = ResponseIterator(current_access(), self._to_server(), decoupled)
         return responses if decoupled else next(responses)
 
-    async def async_exec(self, decoupled: bool = False) -> InferenceResponse | AsyncResponseIterator:
-        """Like `exec`, for coroutines."""
-        responses = AsyncResponseIterator(current_access(), self._to_server(), decoupled)
+    async def async_exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
+        """Like `exec`, for coroutines. The iterator works with `async for`; with `for`, it blocks the event loop."""
+        responses = ResponseIterator(current_access(), self._to_server(), decoupled, running_loop_calls())
         return responses if decoupled else await anext(responses)
 
     def _to_server(self) -> ServerRequest:
@@ -171,12 +179,23 @@ class InferenceRequest:
 
 
 class ResponseIterator:
-    """Blocking iterator over the responses of a BLS call. The last response can be empty (final flag only)."""
+    """Iterator over the responses of a BLS call. The last response can be empty (final flag only).
 
-    def __init__(self, access: ServerAccess, request: ServerRequest, decoupled: bool) -> None:
+    `next` blocks. `anext` works on the event loop of `loop_calls`.
+    """
+
+    def __init__(
+        self,
+        access: ServerAccess,
+        request: ServerRequest,
+        decoupled: bool,
+        loop_calls: LoopCalls | None = None,
+    ) -> None:
         self._responses: queue.SimpleQueue[ServerResponse] = queue.SimpleQueue()
-        self._call = access.call(request, decoupled, self._responses.put)
+        self._loop_calls = loop_calls
+        self._arrived = asyncio.Event()
         self._ended = False
+        self._call = access.call(request, decoupled, self._deliver)
 
     def __iter__(self) -> Iterator[InferenceResponse]:
         return self
@@ -184,23 +203,7 @@ class ResponseIterator:
     def __next__(self) -> InferenceResponse:
         if self._ended:
             raise StopIteration
-        response = self._responses.get()
-        self._ended = response.final
-        return _response_from_server(response)
-
-    def cancel(self) -> None:
-        self._call.cancel()
-
-
-class AsyncResponseIterator:
-    """Async iterator over the responses of a BLS call, for the event loop in which it was created."""
-
-    def __init__(self, access: ServerAccess, request: ServerRequest, decoupled: bool) -> None:
-        self._responses: asyncio.Queue[ServerResponse] = asyncio.Queue()
-        self._call = access.call(
-            request, decoupled, partial(running_loop_calls().post, self._responses.put_nowait)
-        )
-        self._ended = False
+        return self._convert(self._responses.get())
 
     def __aiter__(self) -> AsyncIterator[InferenceResponse]:
         return self
@@ -208,12 +211,26 @@ class AsyncResponseIterator:
     async def __anext__(self) -> InferenceResponse:
         if self._ended:
             raise StopAsyncIteration
-        response = await self._responses.get()
-        self._ended = response.final
-        return _response_from_server(response)
+        while True:
+            try:
+                return self._convert(self._responses.get_nowait())
+            except queue.Empty:
+                self._arrived.clear()
+                await self._arrived.wait()
 
     def cancel(self) -> None:
+        """Cancel the call."""
         self._call.cancel()
+
+    def _deliver(self, response: ServerResponse) -> None:
+        """Add a response. Called from any thread."""
+        self._responses.put(response)
+        if self._loop_calls is not None:
+            self._loop_calls.post(self._arrived.set)
+
+    def _convert(self, response: ServerResponse) -> InferenceResponse:
+        self._ended = response.final
+        return _response_from_server(response)
 
 
 def _response_from_server(response: ServerResponse) -> InferenceResponse:

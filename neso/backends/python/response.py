@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from neso.backends.python.arguments import as_list
 from neso.backends.python.errors import TritonError, TritonModelException
 from neso.backends.python.tensor import Tensor
 from neso.server.errors import InternalError, ServerError
@@ -29,14 +30,9 @@ class InferenceResponse:
         error: TritonError | None = None,
         parameters: dict[str, Any] | None = None,
     ) -> None:
-        for tensor in output_tensors:
-            if not isinstance(tensor, Tensor):
-                raise TritonModelException(
-                    f"output_tensors must hold pb_utils.Tensor objects, got {type(tensor).__name__}"
-                )
         if error is not None and not isinstance(error, TritonError):
-            raise TritonModelException(f"error must be a pb_utils.TritonError, got {type(error).__name__}")
-        self._output_tensors = list(output_tensors)
+            raise TypeError(f"error must be a pb_utils.TritonError, got {type(error).__name__}")
+        self._output_tensors = as_list(output_tensors, Tensor, "output_tensors")
         self._error = error
         self._parameters = _checked(parameters) if parameters else {}
 
@@ -146,46 +142,42 @@ class Responder:
 
     If both are garbage collected before the final response, the request fails. Otherwise the client would wait
     forever.
+
+    - closed: the model has sent the final flag, or the request has failed
+    - ended: the final response was sent; of a model that is not decoupled, this is the first response
     """
 
-    __slots__ = ("_held", "_outputs", "_released", "closed", "rescheduled", "stream")
+    __slots__ = ("_outputs", "_released", "closed", "ended", "rescheduled", "stream")
 
     def __init__(self, stream: RequestStream, outputs: ModelOutputs) -> None:
         self.stream = stream
         self.closed = False
+        self.ended = False
         self.rescheduled = False  # requested by the model
         self._released = False  # returned to the scheduler
         self._outputs = outputs
-        self._held: ServerResponse | None = None
 
     @property
     def cancelled(self) -> bool:
         return self.stream.request.cancelled
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
-        """Send a response, the final flag, or both. If not decoupled, the response is buffered until the final flag.
+        """Send a response, the final flag, or both.
 
-        Raises `TritonModelException` after the final response and, if not decoupled, for a second response.
+        Raises `TritonModelException` after the final flag and, if not decoupled, for a second response or for the final
+        flag without a response.
         """
         if self.closed:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
-        converted = self._outputs.convert(response) if response is not None else None
-        if not self._outputs.decoupled:
-            if converted is not None and self._held is not None:
-                raise TritonModelException(
-                    "Unable to send response. A model that is not decoupled must send exactly one response."
-                )
-            self._held = converted = converted or self._held
-            if not final:
-                return
-            if converted is None:
-                self.fail(InternalError(f"model instance '{self._outputs.instance}' sent no response"))
-                return
+        if not self._outputs.decoupled and (response is not None) is self.ended:
+            wrong = "more than one" if self.ended else "complete final before sending a"
+            raise TritonModelException(
+                f"Unable to send response. Non-decoupled model cannot send {wrong} response."
+            )
+        converted = ServerResponse("", "") if response is None else self._outputs.convert(response)
         self.closed = final
-        if converted is None:
-            self._post(ServerResponse("", "", final=True))
-        else:
-            converted.final = final
+        if not self.ended:
+            self.ended = converted.final = final or not self._outputs.decoupled
             self._post(converted)
 
     def set_reschedule(self, reschedule: bool) -> None:
@@ -199,21 +191,22 @@ class Responder:
 
     def reschedule_if_requested(self) -> None:
         """After an execution, reschedule the request if `set_reschedule` was called."""
-        if self.rescheduled and not self.closed and self._outputs.reschedule is not None:
+        if self.rescheduled and not self.ended and self._outputs.reschedule is not None:
             self._released = True
             self._outputs.reschedule(self.stream)
 
     def fail(self, error: ServerError) -> None:
         """Fail the request, unless it has ended."""
-        if not self.closed:
-            self.closed = True
+        self.closed = True
+        if not self.ended:
+            self.ended = True
             self._post(ServerResponse("", "", error=error, final=True))
 
     def _post(self, response: ServerResponse) -> None:
         self._outputs.post(self.stream, response)
 
     def __del__(self) -> None:
-        if not self.closed and not self._released:
+        if not self.ended and not self._released:
             self.fail(
                 InternalError(
                     f"model instance '{self._outputs.instance}' released a request without a final response"
@@ -236,9 +229,7 @@ class ResponseSender:
                 "Inference Response object must be provided when the response flag is set to zero."
             )
         if response is not None and not isinstance(response, InferenceResponse):
-            raise TritonModelException(
-                f"response must be a pb_utils.InferenceResponse, got {type(response).__name__}"
-            )
+            raise TypeError(f"response must be a pb_utils.InferenceResponse, got {type(response).__name__}")
         self._responder.send(response, final=bool(flags))
 
     def is_cancelled(self) -> bool:

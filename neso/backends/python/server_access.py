@@ -91,7 +91,7 @@ _all: weakref.WeakSet[ServerAccess] = weakref.WeakSet()
 def server_access(access: ServerAccess) -> Iterator[None]:
     """Set `access` as the server of the current thread."""
     _all.add(access)
-    before = getattr(_local, "access", None)
+    before = thread_access()
     _local.access = access
     try:
         yield
@@ -99,12 +99,26 @@ def server_access(access: ServerAccess) -> Iterator[None]:
         _local.access = before
 
 
+def thread_access() -> ServerAccess | None:
+    """Return the server of the current thread; None in threads that do not run a model."""
+    access: ServerAccess | None = getattr(_local, "access", None)
+    return access
+
+
+def replace_access(access: ServerAccess | None) -> None:
+    """Set the server of a process that a model has forked. The objects of its parent cannot be used in it."""
+    _all.clear()
+    _local.access = access
+    if access is not None:
+        _all.add(access)
+
+
 def current_access() -> ServerAccess:
     """Return the server of the current thread; in threads started by a model, the only server of the process.
 
     Raises `TritonModelException` if there is no server, or several.
     """
-    access: ServerAccess | None = getattr(_local, "access", None)
+    access = thread_access()
     if access is not None:
         return access
     # Stopped servers stay in the set until they are garbage collected.

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from neso.backends.python.arguments import as_text
 from neso.backends.python.errors import TritonModelException
 from neso.server.errors import InvalidArgument
 from neso.server.tensor import DataType
@@ -19,11 +20,11 @@ class Tensor:
 
     __slots__ = ("_array", "_datatype", "_name")
 
-    def __init__(self, name: str, array: npt.NDArray[Any]) -> None:
+    def __init__(self, name: str | bytes, array: npt.NDArray[Any]) -> None:
         if not isinstance(array, np.ndarray):
-            raise TritonModelException(
-                f"Tensor '{name}' must be made from a numpy array, got {type(array).__name__}"
-            )
+            raise TypeError(f"Tensor '{name}' must be made from a numpy array, got {type(array).__name__}")
+        if type(name) is not str or not name:
+            name = _checked_name(name)
         self._name = name
         self._array = array
         datatype = _DATATYPES.get(array.dtype)
@@ -56,6 +57,7 @@ class Tensor:
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
         """Create from a DLPack capsule, or an object with `__dlpack__`, sharing its memory."""
+        name = _checked_name(name)
         try:
             return Tensor(name, _array_from_dlpack(tensor))
         except (RuntimeError, BufferError, TypeError, ValueError) as error:
@@ -89,6 +91,13 @@ class Tensor:
         for i, element in enumerate(self._array.flat):
             flat[i] = element if isinstance(element, bytes) else str(element).encode()
         return ServerTensor(self._name, DataType.BYTES, elements)
+
+
+def _checked_name(name: Any) -> str:
+    text = as_text(name, "name")
+    if not text:
+        raise TritonModelException("Tensor name cannot be an empty string.")
+    return text
 
 
 # Cache: DataType.of_numpy takes longer than the rest of Tensor.__init__.
@@ -129,6 +138,13 @@ def numpy_to_triton_type(data_type: Any) -> int:
     return int(_NUMBER[DataType.of_numpy(np.dtype(data_type))])
 
 
+TRITON_STRING_TO_NUMPY: dict[str, type[Any]] = {
+    datatype.config_name: bool if datatype is DataType.BOOL else datatype.dtype.type
+    for datatype in DataType
+    if hasattr(datatype, "dtype")  # BF16 needs ml_dtypes
+}
+
+
 def triton_string_to_numpy(name: str) -> type[np.generic]:
     """Return the numpy type of a `TYPE_*` name."""
     try:
@@ -138,8 +154,10 @@ def triton_string_to_numpy(name: str) -> type[np.generic]:
 
 
 def serialize_byte_tensor(array: npt.NDArray[Any]) -> bytes | None:
-    """Return the elements with 4-byte length prefixes; None for an empty array or an array without strings."""
-    if array.size == 0 or array.dtype.kind not in "SO":
+    """Return the elements with 4-byte length prefixes; None for an array without strings."""
+    if array.size == 0:
+        return b""
+    if array.dtype.kind not in "SO":
         return None
     encoded = [element if isinstance(element, bytes) else str(element).encode() for element in array.flat]
     return b"".join(len(element).to_bytes(4, "little") + element for element in encoded)

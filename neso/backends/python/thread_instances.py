@@ -9,13 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from neso.backends.instance_threads import stop_threads
 from neso.backends.python.description import ModelDescription
 from neso.backends.python.errors import describe
 from neso.backends.python.model_instance import ModelInstance, WorkItem, WorkQueue
+from neso.backends.python.model_module import ModelCode
 from neso.backends.python.response import ModelOutputs
 from neso.backends.python.server_access import LoopCalls, ServerAccess
 from neso.server.config.scheduling import InstanceSpec
@@ -89,7 +89,7 @@ class ThreadInstancePool(InstancePool):
 
     def _make(self, description: ModelDescription, spec: InstanceSpec) -> InstanceThread:
         return InstanceThread(
-            description.path,
+            description.code,
             description.args(spec),
             description.outputs(spec, self._respond, self._reschedule),
             WorkQueue() if description.has_own_queue(spec) else self._shared_queue,
@@ -173,9 +173,14 @@ class InstanceThread:
     """A thread that runs one instance. `ended` is resolved when the thread ends."""
 
     def __init__(
-        self, path: Path, args: dict[str, str], outputs: ModelOutputs, work: WorkQueue, access: ServerAccess
+        self,
+        code: ModelCode,
+        args: dict[str, str],
+        outputs: ModelOutputs,
+        work: WorkQueue,
+        access: ServerAccess,
     ) -> None:
-        self.instance = ModelInstance(path, args, outputs, work, access)
+        self.instance = ModelInstance(code, args, outputs, work, access)
         self.work = work
         self.ended: Future[None] = Future()
         # A daemon thread: a model that never returns from execute must not keep the server from exiting.

@@ -17,7 +17,12 @@ from neso.backends.llm.engine_backend import EngineBackend
 from neso.backends.llm.tensor_request import adapter_of_task
 from neso.backends.tensorrtllm import signature
 from neso.backends.tensorrtllm.settings import Settings, read_settings
-from neso.backends.tensorrtllm.token_request import RequestReader, TokenRequest, convert_error
+from neso.backends.tensorrtllm.token_request import (
+    RequestReader,
+    TokenEmbeddings,
+    TokenRequest,
+    convert_error,
+)
 from neso.backends.tensorrtllm.token_response import AnswerFormat, RequestAnswer, RowAnswer
 from neso.engine.config import EngineConfig
 from neso.generation import InvalidParameter, LoraRequest
@@ -27,6 +32,9 @@ from neso.server.inference_response import ResponseStream
 from neso.server.tensor import DataType
 
 logger = logging.getLogger(__name__)
+
+MAX_WARNINGS = 100
+"""Maximum number of different warnings about the requests of a model."""
 
 
 class TensorRtLlmBackend(EngineBackend):
@@ -41,6 +49,7 @@ class TensorRtLlmBackend(EngineBackend):
         super().__init__(context)
         self._settings: Settings | None = None
         self._running = RunningRequests()
+        self._warned: set[str] = set()
 
     @classmethod
     def auto_complete(
@@ -51,6 +60,7 @@ class TensorRtLlmBackend(EngineBackend):
     def engine_config(self) -> EngineConfig:
         context = self.context
         self._settings = read_settings(context.config, context.version_directory, context.directory)
+        self.iteration_metrics = self._settings.iteration_metrics
         for warning in self._settings.warnings:
             logger.warning("model '%s': %s", context.name, warning)
         return self._settings.engine
@@ -65,8 +75,13 @@ class TensorRtLlmBackend(EngineBackend):
             )
         config = self.context.config
         batched = bool(config.max_batch_size)
+        info = self.engine.info
         self._reader = RequestReader(
-            self._settings, batched=batched, decoupled=config.model_transaction_policy.decoupled
+            self._settings,
+            TokenEmbeddings(info.vocab_size, info.hidden_size, "input_embeddings" in info.capabilities),
+            batched=batched,
+            decoupled=config.model_transaction_policy.decoupled,
+            warn=self._warn,
         )
         logits = {
             tensor.name: DataType.of_message(tensor)
@@ -86,8 +101,15 @@ class TensorRtLlmBackend(EngineBackend):
             await self.unload()
             raise InvalidArgument(f"lora_prefetch_dir: {error.message}") from None
 
+    def _warn(self, message: str) -> None:
+        """Log a warning about a request once. The number is limited, because clients choose the names."""
+        if message not in self._warned and len(self._warned) < MAX_WARNINGS:
+            self._warned.add(message)
+            logger.warning("model '%s': %s", self.context.name, message)
+
     def submit(self, stream: ResponseStream) -> None:
         request = stream.request
+        self._reader.read_parameters(request)
         if self._reader.stops(request):
             if not request.id:
                 raise InvalidArgument("stop: needs the id of the request to stop")

@@ -192,11 +192,20 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     _setting("lora_prefetch_dir", text, "directory of adapters to load with the model, by task id"),
     _setting("encoder_model_path", text, "rejected: encoder-decoder models are not supported"),
+    _setting(
+        "normalize_log_probs",
+        boolean,
+        "true: log probabilities are those among the tokens that could be sampled",
+    ),
+    _setting(
+        "iter_stats_max_iterations",
+        integer(0),
+        "0: no metrics `nv_trt_llm_*`; otherwise they show the last iteration",
+    ),
     _setting("num_nodes", integer(1), "values above 1 are rejected"),
     # Parameters without effect.
     Parameter("lora_cache_optimal_adapter_size", integer(1), "adapters are not paged"),
     Parameter("lora_cache_gpu_memory_fraction", fraction, "`lora_cache_host_memory_bytes` limits the cache"),
-    Parameter("normalize_log_probs", boolean, "log probabilities are always those of the full distribution"),
     Parameter(
         "guided_decoding_backend", GUIDED_DECODING_BACKENDS, "grammars are always compiled by llguidance"
     ),
@@ -207,8 +216,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("cancellation_check_period_ms", integer(0), "cancellation takes effect immediately"),
     Parameter("recv_poll_period_ms", integer(0), "requests are not polled"),
     Parameter("stats_check_period_ms", integer(0), "statistics are read when they are scraped"),
-    Parameter("iter_stats_max_iterations", integer(0), "statistics are counters, not records of steps"),
-    Parameter("request_stats_max_iterations", integer(0), "statistics are counters, not records of steps"),
+    Parameter(
+        "request_stats_max_iterations",
+        integer(0),
+        "they are statistics of disaggregated serving, which is not supported",
+    ),
     Parameter("cross_kv_cache_fraction", fraction, "encoder-decoder models are not supported"),
     Parameter("eagle_choices", choices, "EAGLE is not supported"),
     Parameter("lookahead_window_size", integer(0), "lookahead decoding is not supported"),

@@ -15,7 +15,9 @@ from neso.backends.tensorrtllm.parameters import BY_NAME, DECODING_MODES, is_uns
 from neso.engine.config import EngineConfig
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.runners.registry import has_nvidia_gpu
+from neso.engine.spec_decode.medusa import has_medusa_heads
 from neso.engine.weights.hub import ModelNotFound, resolve_model
+from neso.engine.weights.source import CheckpointError
 from neso.server.errors import InvalidArgument
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -35,6 +37,8 @@ class Settings:
     exclude_input_in_output: bool = False
     decoding_mode: str = "auto"
     lora_prefetch_dir: Path | None = None
+    iteration_metrics: bool = True
+    normalize_log_probs: bool = False
     warnings: list[str] = field(default_factory=list)
 
 
@@ -81,6 +85,8 @@ class _Reader:
             exclude_input_in_output=self._values.get("exclude_input_in_output", False),
             decoding_mode=self._values.get("decoding_mode", "auto"),
             lora_prefetch_dir=None if prefetch is None else self._directory("lora_prefetch_dir", prefetch),
+            iteration_metrics=self._values.get("iter_stats_max_iterations") != 0,
+            normalize_log_probs=self._values.get("normalize_log_probs", False),
             warnings=self._warnings,
         )
 
@@ -125,6 +131,7 @@ class _Reader:
         options, values = self._options, self._values
         options.setdefault("batch_scheduler_policy", "guaranteed_no_evict")
         options.setdefault("enable_lora", "auto")
+        self._detect_medusa(model)
         if values.get("decoding_mode") == "medusa":
             options.setdefault("speculative", "medusa")
         if "speculative_model" in options:
@@ -138,6 +145,21 @@ class _Reader:
         options |= {name: number for name, number in self._limits().items() if name not in options}
         self._host_cache()
         self._tokenizer(model)
+
+    def _detect_medusa(self, model: Path) -> None:
+        """Select `medusa` if the checkpoint has Medusa heads, as TensorRT-LLM does, with a warning."""
+        mode = self._values.get("decoding_mode")
+        chosen = {"speculative", "speculative_model"} & self._options.keys()
+        if mode == "medusa" or chosen or not model.is_dir():
+            return
+        try:
+            found = has_medusa_heads(model)
+        except CheckpointError as error:
+            raise InvalidArgument(f"gpt_model_path: {error}") from None
+        if found:
+            instead = "" if mode is None else f" instead of '{mode}'"
+            self._values["decoding_mode"] = "medusa"
+            self._warnings.append(f"decoding_mode is 'medusa'{instead}: the checkpoint has Medusa heads")
 
     def _limits(self) -> Mapping[str, int]:
         """Return the scheduler limits. Defaults allow `max_batch_size` sequences with one token each per step."""

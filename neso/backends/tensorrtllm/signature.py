@@ -29,7 +29,7 @@ INPUTS: tuple[TensorField, ...] = (
     *_scalars("TYPE_FP32", "temperature", "runtime_top_p", "runtime_top_p_min", "runtime_top_p_decay"),
     *_scalars("TYPE_INT32", "runtime_top_k", "runtime_top_p_reset_ids", "min_tokens", "min_length"),
     *_scalars("TYPE_FP32", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *_scalars("TYPE_FP32", "len_penalty", "beam_search_diversity_rate"),
+    *_scalars("TYPE_FP32", "len_penalty", "length_penalty", "beam_search_diversity_rate"),
     *_scalars("TYPE_BOOL", "early_stopping"),
     *_scalars("TYPE_UINT64", "seed", "random_seed"),
     *_scalars("TYPE_BOOL", "return_log_probs", "return_context_logits", "return_generation_logits"),

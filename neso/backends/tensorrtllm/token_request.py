@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from neso.backends.llm.tensor_request import DRAFT_NAMES, adapter_of_task, read_draft
+from neso.backends.request_tensors import TensorField
 from neso.backends.tensorrtllm.settings import Settings
+from neso.backends.tensorrtllm.signature import INPUTS
 from neso.generation import GenerationRequest, InvalidParameter, LoraRequest, SamplingParams
 from neso.generation.request import DEFAULT_PRIORITY, CacheRetention, RetainedRange
 from neso.server.errors import InvalidArgument
-from neso.server.inference_request import InferenceRequest
+from neso.server.inference_request import InferenceRequest, ParameterValue
+from neso.server.tensor import DataType, Tensor
 
 NO_END = -1
 """`end_id` of a request without an end token."""
@@ -20,7 +25,14 @@ NO_END = -1
 _SAMPLING = (
     *("temperature", "runtime_top_k", "runtime_top_p", "runtime_top_p_min", "runtime_top_p_decay"),
     *("runtime_top_p_reset_ids", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("len_penalty", "early_stopping", "beam_search_diversity_rate", "beam_width", "num_return_sequences"),
+    *(
+        "length_penalty",
+        "len_penalty",
+        "early_stopping",
+        "beam_search_diversity_rate",
+        "beam_width",
+        "num_return_sequences",
+    ),
     *("min_length", "min_tokens", "random_seed", "seed"),
 )
 """Scalar inputs that are sampling parameters. If a parameter has two names, the newer name is later."""
@@ -35,6 +47,7 @@ _NAMES = {
     "stop_words": "stop_words_list",
     "bad_words": "bad_words_list",
     "stop_token_ids": "end_id",
+    "stream": "streaming",
     "top_k": "runtime_top_k",
     "top_p": "runtime_top_p",
     "top_p_decay": "runtime_top_p_decay",
@@ -55,25 +68,43 @@ _UNSUPPORTED = {
 """Unsupported inputs, with the reason."""
 
 
+_SCALARS = {field.name: field for field in INPUTS if field.dims == (1,)}
+"""Inputs with one element a row."""
+_PARAMETER_TYPES: dict[str, tuple[type, ...]] = {
+    "b": (bool,),
+    "i": (int,),
+    "u": (int,),
+    "f": (int, float),
+    "O": (str,),
+}
+"""Types of a request parameter, by the kind of the input's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEmbeddings:
+    """Sizes of a model's token embeddings. `replaceable`: the runner accepts embeddings in place of tokens."""
+
+    vocab_size: int
+    hidden_size: int
+    replaceable: bool
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
     """One row of a batch.
 
+    - prompt: as sent; the prompt of `generation` has virtual tokens instead of tokens outside the vocabulary
     - end_id: token that ends the sequence and is not part of the output; `NO_END` for none
     - wanted: names of the inputs `return_<name>` that are true
     """
 
     generation: GenerationRequest
+    prompt: list[int]
     streaming: bool
     exclude_input: bool
     end_id: int
     pad_id: int
     wanted: frozenset[str]
-
-    @property
-    def prompt(self) -> list[int]:
-        assert isinstance(self.generation.prompt, list)
-        return self.generation.prompt
 
     @property
     def num_responses(self) -> int:
@@ -83,12 +114,27 @@ class TokenRequest:
 
 
 class RequestReader:
-    """Reads the requests of a model. `batched`: tensors have a batch dimension."""
+    """Reads the requests of a model.
 
-    def __init__(self, settings: Settings, *, batched: bool, decoupled: bool) -> None:
+    - embeddings: sizes of the model's token embeddings
+    - batched: tensors have a batch dimension
+    - warn: called with warnings about requests, which the caller should not log more than once
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        embeddings: TokenEmbeddings,
+        *,
+        batched: bool,
+        decoupled: bool,
+        warn: Callable[[str], None],
+    ) -> None:
         self._settings = settings
+        self._embeddings = embeddings
         self._batched = batched
         self._decoupled = decoupled
+        self._warn = warn
 
     def rows(self, request: InferenceRequest) -> list[TokenRequest]:
         """Read all rows of a request. Raises `InvalidArgument`."""
@@ -108,6 +154,35 @@ class RequestReader:
         tensor = request.inputs.get("stop")
         return tensor is not None and bool(tensor.array.any())
 
+    def read_parameters(self, request: InferenceRequest) -> None:
+        """Add the request parameters that are names of inputs to the inputs. Raises `InvalidArgument`.
+
+        In a JSON request to an ensemble, members that are no inputs of the ensemble become parameters.
+        """
+        for name, value in request.parameters.items():
+            field = _SCALARS.get(_NAMES.get(name, name))
+            if field is None:
+                self._warn(f"request parameter '{name}' has no effect")
+            elif field.name not in request.inputs:
+                request.inputs[field.name] = self._scalar_tensor(name, field, value)
+
+    def _scalar_tensor(self, name: str, field: TensorField, value: ParameterValue) -> Tensor:
+        datatype = DataType.from_config(field.data_type)
+        expected = _PARAMETER_TYPES[datatype.dtype.kind]
+        if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+            raise InvalidArgument(f"{name}: must be of the type {datatype.value}, got {value!r}")
+        if isinstance(value, str):
+            array = np.array([value.encode()], np.object_)
+        else:
+            try:
+                array = np.array([value]).astype(datatype.dtype)
+                in_range = bool(array[0] == value) or isinstance(value, float)
+            except OverflowError:
+                in_range = False
+            if not in_range:
+                raise InvalidArgument(f"{name}: {value} is out of the range of {datatype.value}")
+        return Tensor(field.name, datatype, array[np.newaxis] if self._batched else array)
+
     def _read(self, row: _Row) -> TokenRequest:
         for name, reason in _UNSUPPORTED.items():
             if row.has(name):
@@ -126,26 +201,52 @@ class RequestReader:
             if error.field == "min_tokens" and not row.has("min_tokens"):
                 raise InvalidArgument(f"min_length: {error.message}") from None
             raise convert_error(error) from None
+        sent = row.prompt()
+        prompt, table = self._embeddings_of(sent, row.optional("prompt_embedding_table"))
         return TokenRequest(
             generation=GenerationRequest(
-                row.prompt(),
+                prompt,
                 sampling,
                 priority=row.request.priority,
                 queue_timeout_ms=row.request.timeout_us / 1000 if row.request.timeout_us else None,
                 lora=row.adapter(),
-                prompt_embedding_table=row.optional("prompt_embedding_table"),
+                prompt_embedding_table=table,
                 prompt_vocab_size=row.scalar("prompt_vocab_size") or None,
                 draft=read_draft(*(row.optional(name) for name in DRAFT_NAMES)),
                 detokenize=False,
                 stream=streaming,
                 retention=retention,
             ),
+            prompt=sent,
             streaming=streaming,
             exclude_input=bool(row.scalar("exclude_input_in_output", self._settings.exclude_input_in_output)),
             end_id=end_id,
             pad_id=row.scalar("pad_id", NO_END),
             wanted=wanted,
         )
+
+    def _embeddings_of(
+        self, prompt: list[int], table: npt.NDArray[Any] | None
+    ) -> tuple[list[int], npt.NDArray[Any] | None]:
+        """Return the prompt and the table of its virtual tokens, whose ids start at the vocabulary size.
+
+        As in TensorRT-LLM, without a table the embedding of a token outside the vocabulary is zero.
+        """
+        embeddings = self._embeddings
+        vocab_size = embeddings.vocab_size
+        if table is not None:
+            if not any(token >= vocab_size for token in prompt):
+                self._warn(
+                    "prompt_embedding_table has no effect: input_ids has no virtual tokens, whose ids start at "
+                    f"{vocab_size}, the vocabulary size; a prompt given as text never has"
+                )
+            return prompt, table
+        inside = [0 <= token < vocab_size for token in prompt]
+        if all(inside) or not embeddings.replaceable:
+            return prompt, None
+        self._warn("input_ids has tokens outside the vocabulary, their embeddings are zero")
+        ids = [token if known else vocab_size for token, known in zip(prompt, inside, strict=True)]
+        return ids, np.zeros((1, embeddings.hidden_size), np.float32)
 
     def _sampling(self, row: _Row, end_id: int, wanted: frozenset[str]) -> dict[str, Any]:
         values: dict[str, Any] = {
@@ -172,6 +273,7 @@ class RequestReader:
                 values[name] = row.text(name)
         if "log_probs" in wanted:
             values["logprobs"] = 0
+            values["normalize_logprobs"] = self._settings.normalize_log_probs
         for name in wanted & {"context_logits", "generation_logits"}:
             values[f"return_{name}"] = True
         return values
@@ -197,7 +299,7 @@ class RequestReader:
             values["temperature"] = 0.0
 
 
-_CANONICAL = {"min_length": "min_tokens", "random_seed": "seed"}
+_CANONICAL = {"min_length": "min_tokens", "random_seed": "seed", "length_penalty": "len_penalty"}
 
 
 def _check_single(rows: list[TokenRequest]) -> None:

@@ -152,7 +152,7 @@ class RowAnswer:
         if self._tails is not None:
             tensors.append(self._preceding(indices.start, gained[0]))
         if self._request.wanted:
-            tensors += self._wanted(gained, ends)
+            tensors += self._wanted(gained)
         if self._row is not None:
             tensors.append(self._format.scalar("batch_index", DataType.INT32, self._row))
         if self._request.num_responses > 1:
@@ -178,7 +178,7 @@ class RowAnswer:
         self._tails[index] = (tail + gained.tokens)[-NUM_PRECEDING:]
         return self._format.tensor("preceding_ids", DataType.INT32, np.array(tail, np.int32))
 
-    def _wanted(self, gained: list[_Gained], ends: bool) -> list[Tensor]:
+    def _wanted(self, gained: list[_Gained]) -> list[Tensor]:
         """Return the outputs requested by inputs `return_<name>`."""
         wanted, format = self._request.wanted, self._format
         tensors = []
@@ -200,12 +200,12 @@ class RowAnswer:
         if "num_output_tokens" in wanted:
             count = sum(len(sequence.tokens) for sequence in gained)
             tensors.append(format.scalar("num_output_tokens", DataType.INT32, count))
-        if ends and wanted & {"perf_metrics", "kv_cache_reuse_stats"}:
+        if wanted & {"perf_metrics", "kv_cache_reuse_stats"}:
             tensors += self._performance()
         return tensors
 
     def _performance(self) -> list[Tensor]:
-        """Return KV-cache blocks, times in ns of the monotonic clock, and draft token acceptance."""
+        """Return KV-cache blocks, times in ns of the monotonic clock, and draft token acceptance, as of now."""
         usage, size = self._usage, self._format.block_size
         blocks = -(-(usage.prompt_tokens + usage.completion_tokens) // size)
         reused = usage.cached_tokens // size

@@ -13,6 +13,7 @@ from typing import Any
 
 from neso.backends.option_files import log_default_sampling
 from neso.backends.request_tensors import tensor_error_text
+from neso.backends.restarts import Restarts, restart_counter
 from neso.backends.vllm import library
 from neso.backends.vllm.conversion import IMAGES, image_data, parse_sampling_values
 from neso.backends.vllm.engine import VllmEngine
@@ -38,7 +39,11 @@ from neso.server.tensor import Tensor
 
 logger = logging.getLogger(__name__)
 
-UNHEALTHY = "vLLM engine is not healthy and model will be unloaded"
+DEATH_CHECK_SECONDS = 1.0
+"""Seconds between two checks whether the engine has ended; vLLM has no callback for it."""
+MAX_RESTARTS, RESTART_WINDOW = 10, 300.0
+"""Failures in this number of seconds that are followed by a restart."""
+UNHEALTHY = "Model is unavailable due to unhealthy vLLM engine"
 
 
 class VllmBackend(Backend):
@@ -54,6 +59,8 @@ class VllmBackend(Backend):
         self._checks_health = bool(parse_bool(string_parameter(context.config, "ENABLE_VLLM_HEALTH_CHECK")))
         self._unhealthy = False
         self._unloading: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._down = False  # the engine has failed too often and is not restarted
         self._sampling_types = library.sampling_fields()
         self._structured_output_fields = library.structured_outputs_fields()
 
@@ -87,6 +94,8 @@ class VllmBackend(Backend):
         except BaseException:
             await self.unload()
             raise
+        if not self._checks_health:  # otherwise the model is unloaded, as in Triton
+            self._supervisor = asyncio.get_running_loop().create_task(self._supervise(engine))
         # The server has frozen its objects (`freeze_gc`); also freeze vLLM's modules.
         if gc.get_freeze_count():
             await asyncio.to_thread(release_memory)
@@ -125,8 +134,36 @@ class VllmBackend(Backend):
             lambda: 0 if self._engine is None else self._engine.num_requests,
         )
 
+    async def _supervise(self, engine: VllmEngine) -> None:
+        """Restart the engine when it has ended."""
+        context = self.context
+        counter = restart_counter(context.core.metrics, context.name, context.version)
+        restarts = Restarts(MAX_RESTARTS, counter, RESTART_WINDOW)
+
+        async def restart() -> bool:
+            await engine.restart()
+            return True
+
+        def failed(error: Exception) -> None:
+            logger.error("model '%s': vLLM's engine could not be restarted: %s", context.name, error)
+
+        while True:
+            while engine.alive:  # noqa: ASYNC110  vLLM has no event
+                await asyncio.sleep(DEATH_CHECK_SECONDS)
+            logger.error("model '%s': vLLM's engine has ended and is restarted", context.name)
+            restarts.record_failure()
+            if await restarts.restart(restart, failed) is None:
+                self._down = True
+                logger.critical(
+                    "model '%s': vLLM's engine has failed too often and is not restarted", context.name
+                )
+                return
+
     async def unload(self) -> None:
         await self.request_tasks.end()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait((self._supervisor,))
         if self._engine is not None:
             await self._engine.stop()
         if self._metrics is not None:
@@ -135,8 +172,8 @@ class VllmBackend(Backend):
     def ready(self) -> bool:
         return self._engine is not None and self._engine.alive and not self._unhealthy
 
-    async def check_ready(self) -> bool:
-        return self.ready() and (not self._checks_health or await self.engine.healthy())
+    def live(self) -> bool:
+        return not self._down
 
     @property
     def engine(self) -> VllmEngine:
@@ -184,7 +221,9 @@ class VllmBackend(Backend):
         stream.fail(Unavailable(UNHEALTHY))
         self._unhealthy = True
         if self._unloading is None:
-            logger.error("model '%s': %s", self.context.name, UNHEALTHY)
+            logger.error(
+                "model '%s': [vllm] Engine is not healthy and model will be unloaded", self.context.name
+            )
             self._unloading = asyncio.get_running_loop().create_task(self._unload_model())
 
     async def _unload_model(self) -> None:
@@ -207,11 +246,20 @@ class VllmBackend(Backend):
             prompt[IMAGES] = await asyncio.to_thread(image_data, request.images)
         tensors = ResponseTensors(request, params.n)
         outputs = self.engine.generate(prompt, params, lora=lora, priority=stream.request.priority)
-        async with aclosing(outputs):
-            async for output in outputs:
-                if not stream.timeline.compute_start:
-                    stream.timeline.compute_start = time.monotonic_ns()
-                self._send(stream, tensors.of(output), final=output.finished)
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if not stream.timeline.compute_start:
+                        stream.timeline.compute_start = time.monotonic_ns()
+                    self._send(stream, tensors.of(output), final=output.finished)
+        except asyncio.CancelledError:
+            self._log_cancellation(stream)
+            raise
+
+    def _log_cancellation(self, stream: ResponseStream) -> None:
+        """Log the lines of Triton's backend. The request was aborted in vLLM's engine when its outputs were closed."""
+        for line in ("Cancelling the request", "Successfully cancelled the request"):
+            logger.info("model '%s': [vllm] %s", self.context.name, line, extra=request_fields(stream))
 
     async def _embed(self, stream: ResponseStream, request: EmbeddingRequest) -> None:
         if "embed" not in self.engine.tasks:

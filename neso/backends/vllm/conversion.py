@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from neso.engine.vision.image_processor import open_image
+from neso.engine.vision.image_processor import MAX_PIXELS, open_image
 from neso.generation import (
     Completion,
     FinishReason,
@@ -46,8 +46,16 @@ def prompt_of(token_ids: list[int], images: Sequence[Any], cache_salt: str) -> d
 
 
 def image_data(images: Sequence[Any]) -> dict[str, list[Any]]:
-    """Create vLLM's `multi_modal_data`. Blocks. Raises `InvalidParameter("images", ...)`."""
-    return {"image": [open_image(image) for image in images]}
+    """Create vLLM's `multi_modal_data`. Blocks. Raises `InvalidParameter("images", ...)`.
+
+    All images together have at most `MAX_PIXELS` pixels, because vLLM gets them decoded.
+    """
+    opened: list[Any] = []
+    pixels_left = MAX_PIXELS
+    for image in images:
+        opened.append(open_image(image, pixels_left))
+        pixels_left -= opened[-1].width * opened[-1].height
+    return {"image": opened}
 
 
 class OutputConverter:

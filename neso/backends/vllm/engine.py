@@ -30,9 +30,12 @@ _FIELDS = {"input_tokens": "prompt", "input_text": "prompt", "image": "images"}
 class VllmEngine:
     """A running engine, created by `start`. Used on one event loop."""
 
-    def __init__(self, engine: Any, tasks: frozenset[str]) -> None:
+    def __init__(
+        self, engine: Any, tasks: frozenset[str], arguments: Any, record: library.Record | None
+    ) -> None:
         self._engine = engine
-        self._orphan_reaper = OrphanReaper(process.pid for process in active_children() if process.pid)
+        self._arguments, self._record = arguments, record
+        self._orphan_reaper = _make_orphan_reaper()
         self._names = itertools.count()
         self._num_requests = 0
         self.tasks = tasks
@@ -40,15 +43,17 @@ class VllmEngine:
     @classmethod
     async def start(cls, arguments: Any, record: library.Record | None = None) -> VllmEngine:
         """Start the engine's processes and load the model. Raises `InvalidArgument`."""
-        starting = asyncio.ensure_future(asyncio.to_thread(library.start_engine, arguments, record))
+        engine = await _start(arguments, record)
         try:
-            engine = await asyncio.shield(starting)
-            return cls(engine, await library.supported_tasks(engine))
-        except asyncio.CancelledError:
-            starting.add_done_callback(_shut_down)
-            raise
+            return cls(engine, await library.supported_tasks(engine), arguments, record)
         except Exception as error:
             raise InvalidArgument(f"vLLM cannot load the model: {error}") from None
+
+    async def restart(self) -> None:
+        """Shut down what is left of an engine that has ended, and start it again. Raises `InvalidArgument`."""
+        await self.stop()
+        self._engine = await _start(self._arguments, self._record)
+        self._orphan_reaper = _make_orphan_reaper()
 
     @property
     def max_model_len(self) -> int:
@@ -162,7 +167,9 @@ class VllmEngine:
         await self._engine.remove_lora(number)
 
     async def stop(self) -> None:
-        """End the engine's processes."""
+        """End the engine's processes. No effect on an engine that was stopped."""
+        if isinstance(self._engine, _Ended):
+            return
         engine, self._engine = self._engine, _Ended(self._engine)
         await asyncio.to_thread(engine.shutdown)
         await asyncio.to_thread(self._orphan_reaper.dismiss)
@@ -178,6 +185,21 @@ class _Ended:
 
     async def check_health(self) -> None:
         raise RuntimeError("the engine was shut down")
+
+
+async def _start(arguments: Any, record: library.Record | None) -> Any:
+    starting = asyncio.ensure_future(asyncio.to_thread(library.start_engine, arguments, record))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        starting.add_done_callback(_shut_down)
+        raise
+    except Exception as error:
+        raise InvalidArgument(f"vLLM cannot load the model: {error}") from None
+
+
+def _make_orphan_reaper() -> OrphanReaper:
+    return OrphanReaper(process.pid for process in active_children() if process.pid)
 
 
 def _shut_down(starting: asyncio.Future[Any]) -> None:

@@ -34,6 +34,7 @@ from neso.generation import (
     SamplingDefaults,
     TokenizerLike,
     check_prompt_length,
+    cut_text,
     encode_text,
 )
 from neso.generation.pooling import PoolingKind, PoolingTask
@@ -76,7 +77,12 @@ class VllmLanguageModel:
     async def _token_ids(self, request: GenerationRequest) -> list[int]:
         if not isinstance(request.prompt, str):
             return request.prompt
-        return await encode_text(self.text, request.prompt, add_special_tokens=request.add_special_tokens)
+        return await encode_text(
+            self.text,
+            request.prompt,
+            add_special_tokens=request.add_special_tokens,
+            max_model_len=self.max_model_len,
+        )
 
     def _adapter(self, lora: LoraRequest | None) -> Any:
         if lora is None:
@@ -166,12 +172,17 @@ class VllmPoolingModel:
         prompt = request.prompt
         if isinstance(prompt, tuple):
             raise InvalidParameter("prompt", "text pairs are not supported by models on vLLM")
-        if isinstance(prompt, str):
-            prompt = await encode_text(self.text, prompt, add_special_tokens=request.add_special_tokens)
-        if not prompt:
-            raise InvalidParameter("prompt", "is empty")
         most = self.max_model_len
         cut = request.truncate_prompt_tokens
+        if isinstance(prompt, str):
+            text, at_least = await asyncio.to_thread(cut_text, self.text, prompt, most)
+            if at_least and cut is None:
+                raise InvalidParameter(
+                    "prompt", f"is at least {at_least} tokens long; this model's context is {most} tokens"
+                )
+            prompt = await encode_text(self.text, text, add_special_tokens=request.add_special_tokens)
+        if not prompt:
+            raise InvalidParameter("prompt", "is empty")
         if cut is not None:
             prompt = prompt[: most if cut < 0 else min(cut, most)]
         if len(prompt) > most:

@@ -6,6 +6,7 @@ import json
 import warnings
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 from neso.server.cache_options import CacheConfig
@@ -183,6 +184,7 @@ class Options:
             model_load_thread_count=self.model_load_thread_count,
             model_load_retry_count=self.model_load_retry_count,
             model_namespacing=self.model_namespacing,
+            backend_directory=Path(self.backend_directory),
             metrics=self._metrics(),
             repository_poll_secs=0,  # polled by poll_model_repository()
         )
@@ -262,6 +264,7 @@ _USED = {
     "log_format",
     "log_verbose",
     "backend_configuration",
+    "backend_directory",
     "model_load_thread_count",
     "model_load_retry_count",
     "model_namespacing",

@@ -104,7 +104,7 @@ class EmbeddingInputs(Addon):
 
     def prepare(self, step: Step, scheduler: Scheduler) -> Failures:
         failures: Failures = []
-        for scheduled in step.users(self):
+        for scheduled in step.users.get(self, ()):
             sequence = scheduled.sequence
             try:
                 sequence.addons[self].load(sequence.num_computed_tokens, scheduled.end)
@@ -115,7 +115,7 @@ class EmbeddingInputs(Addon):
 
     def extend(self, step: Step) -> None:
         positions, rows = [], []
-        for scheduled in step.users(self):
+        for scheduled in step.users[self]:
             first, embeddings = scheduled.sequence.num_computed_tokens, scheduled.sequence.addons[self]
             chosen = embeddings.between(first, scheduled.end)
             if chosen.start < chosen.stop:

@@ -36,7 +36,7 @@ class PromptScores(Addon):
 
     def extend(self, step: Step) -> None:
         found: list[_Rows] = []
-        for scheduled in step.users(self):
+        for scheduled in step.users[self]:
             sequence = scheduled.sequence
             # The prompt of a preempted sequence is recomputed, but not reported again.
             first = max(sequence.num_computed_tokens, sequence.addons[self])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable
 
 from neso.engine.client.engine_client import Deliver, EngineClient, Output, load_engine_tokenizer
+from neso.engine.client.input_processor import InputProcessor
 from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
 from neso.engine.core.stats import EngineStats
@@ -13,9 +15,12 @@ from neso.engine.errors import EngineDead, EngineError
 from neso.engine.ipc.channel import EngineChannel, open_channel
 from neso.engine.ipc.messages import (
     CheckIntegrity,
+    Command,
     EngineInfo,
+    Event,
     Integrity,
     LoadFailed,
+    StepOutputs,
     Unsendable,
 )
 from neso.engine.text.tokenizer import EngineTokenizer
@@ -32,6 +37,8 @@ from neso.generation import (
     SamplingDefaults,
 )
 
+logger = logging.getLogger(__name__)
+
 LARGE_INPUT = 8192
 """Number of characters or tokens above which an input is processed in a thread, because it takes milliseconds."""
 
@@ -39,41 +46,94 @@ LARGE_INPUT = 8192
 class AsyncEngine(EngineClient):
     """A `LanguageModel` and `PoolingModel` connected to an engine by a channel.
 
-    Created by `start`; bound to its event loop.
+    Created by `start`; bound to its event loop. When the engine ends unexpectedly, the requests in flight fail, and
+    `restart` can start it again.
     """
 
     def __init__(
         self,
+        config: EngineConfig,
         channel: EngineChannel,
         info: EngineInfo,
         tokenizer: EngineTokenizer,
         images: ImagePrompt | None = None,
+        *,
+        in_process: bool = False,
     ) -> None:
-        super().__init__(channel.send, info, tokenizer, images)
-        self._channel = channel
+        super().__init__(self._send_command, info, tokenizer, images)
+        self._config, self._in_process = config, in_process
+        self._images = images
         self._integrity: asyncio.Future[Integrity] | None = None
         self._on_dead: list[Callable[[str], None]] = []
-        self._reader = asyncio.create_task(self._read(), name="engine-reader")
-        channel.dead.add_done_callback(lambda dead: self._fail(dead.result()))
+        self._on_stats: list[Callable[[EngineStats], None]] = []
+        self._runtime_loras: dict[str, LoraRequest] = {}  # adapters loaded by `load_lora`
+        self._lost_loras: dict[str, str | None] | None = None  # adapters to restore after a restart
+        self._earlier_stats: EngineStats | None = None  # of the engines before a restart
+        self._connect(channel)
 
     @classmethod
     async def start(cls, config: EngineConfig, *, in_process: bool = False) -> AsyncEngine:
         """Start an engine and wait until its model is loaded. Raises `EngineError` if it cannot be loaded."""
-        channel = open_channel(config, in_process=in_process)
+        # Load the tokenizer while the engine process loads the weights.
+        loading = asyncio.ensure_future(asyncio.to_thread(load_engine_tokenizer, config))
+        channel, info = await _open(config, in_process, loading)
         try:
-            # Load the tokenizer while the engine process loads the weights.
-            tokenizer = await asyncio.to_thread(load_engine_tokenizer, config)
-            event = await channel.receive_first()
-            if not isinstance(event, EngineInfo):
-                raise EngineError(event.message if isinstance(event, LoadFailed) else f"unexpected {event}")
-            images = open_image_prompt(config.model, event.vision)
-        except BaseException as error:
-            # Kill the engine without a grace period: an engine that is still loading does not read commands.
+            images = open_image_prompt(config.model, info.vision, config.max_image_pixels)
+        except BaseException:
             await channel.close(timeout=0)
-            if isinstance(error, TokenizerError):
-                raise EngineError(str(error)) from None
             raise
-        return cls(channel, event, tokenizer, images)
+        return cls(config, channel, info, loading.result(), images, in_process=in_process)
+
+    async def restart(self) -> None:
+        """Start the engine again after it has ended, with the same options and adapters. Raises `EngineError`.
+
+        Adapters are those that were loaded when it ended, except those loaded from tensors of a request. An adapter
+        that can no longer be loaded is logged and left out.
+        """
+        assert not self.alive, "the engine is running"
+        await self._channel.close(timeout=0)
+        if self._lost_loras is None:
+            self._lost_loras = self._loras
+        channel, info = await _open(self._config, self._in_process)
+        self.info = info
+        self._input = InputProcessor(self.text, info, self._images)
+        self._loras = dict(info.lora.lora_modules)
+        self._connect(channel)
+        self._restoring = True
+        try:
+            await self._restore_loras(self._lost_loras)
+        except BaseException:
+            await channel.close(timeout=0)
+            raise
+        self._lost_loras = None
+        self._restoring = False
+
+    def _connect(self, channel: EngineChannel) -> None:
+        self._channel = channel
+        self._restoring = False
+        reader = asyncio.create_task(self._read(channel), name="engine-reader")
+        self._reader = reader
+        channel.dead.add_done_callback(lambda dead: self._fail(dead.result(), reader))
+
+    async def _restore_loras(self, loras: dict[str, str | None]) -> None:
+        started = self.info.lora.lora_modules
+        changes: list[LoraRequest | str] = [name for name in started if name not in loras]
+        for name, path in loras.items():
+            if name in self._runtime_loras:
+                changes.append(self._runtime_loras[name])
+            elif path is not None and path != started.get(name):
+                changes.append(LoraRequest(name=name, path=path))
+        for change in changes:
+            try:
+                await self._change_lora(change)
+            except EngineDead:
+                raise
+            except EngineError as error:
+                name = change if isinstance(change, str) else change.name
+                logger.error("adapter '%s' cannot be restored after a restart: %s", name, error)
+
+    def _send_command(self, command: Command) -> None:
+        self._channel.send(command)
 
     @property
     def max_model_len(self) -> int:
@@ -89,12 +149,16 @@ class AsyncEngine(EngineClient):
 
     @property
     def alive(self) -> bool:
-        """Whether the engine is running."""
-        return not self._channel.dead.done()
+        """Whether the engine is running and accepts requests."""
+        return not self._channel.dead.done() and not self._restoring
 
     def on_dead(self, callback: Callable[[str], None]) -> None:
         """Call `callback(reason)` if the engine ends unexpectedly."""
         self._on_dead.append(callback)
+
+    def on_stats(self, callback: Callable[[EngineStats], None]) -> None:
+        """Call `callback(stats)` after every step."""
+        self._on_stats.append(callback)
 
     def process(self, request: GenerationRequest | PoolingRequest) -> RequestState | PooledState:
         """Tokenize and check a request. Thread-safe; see `is_slow`. Raises `InvalidParameter`."""
@@ -162,14 +226,17 @@ class AsyncEngine(EngineClient):
 
     async def load_lora(self, lora: LoraRequest) -> None:
         """Load an adapter; the current one of the same name serves until it is loaded. Raises `EngineError`."""
+        self._check_alive()
         await self._change_lora(lora)
+        self._runtime_loras[lora.name] = lora
 
     async def unload_lora(self, name: str) -> None:
         """Unload an adapter; requests in flight finish with it. Raises `EngineError` if it does not exist."""
+        self._check_alive()
         await self._change_lora(name)
+        self._runtime_loras.pop(name, None)
 
     async def _change_lora(self, change: LoraRequest | str) -> None:
-        self._check_alive()
         results: asyncio.Queue[str] = asyncio.Queue()
         try:
             number = self.change_lora(change, results.put_nowait)
@@ -179,11 +246,16 @@ class AsyncEngine(EngineClient):
             message = await results.get()
         finally:
             self._lora_changes.pop(number, None)
-        self._check_alive()
+        self._check_running()
         if message:
             raise EngineError(message)
 
     def _check_alive(self) -> None:
+        self._check_running()
+        if self._restoring:
+            raise EngineDead("the engine process has ended")
+
+    def _check_running(self) -> None:
         if self._channel.dead.done():
             raise EngineDead(self._channel.dead.result())
 
@@ -193,26 +265,57 @@ class AsyncEngine(EngineClient):
         self._reader.cancel()
         await self._channel.close(timeout)
 
-    async def _read(self) -> None:
+    async def _read(self, channel: EngineChannel) -> None:
         while True:
-            event = await self._channel.receive()
-            if not isinstance(event, Integrity):
-                self.handle(event)
-                continue
+            self.handle(await channel.receive())
+
+    def handle(self, event: Event) -> None:
+        """Process an event of the engine."""
+        if isinstance(event, Integrity):
             self.stats = event.stats
             if self._integrity is not None:
                 self._integrity.set_result(event)
                 self._integrity = None
+            return
+        if isinstance(event, StepOutputs):
+            if self._earlier_stats is not None:
+                event = StepOutputs(event.outputs, event.stats.after(self._earlier_stats))
+            for callback in self._on_stats:
+                callback(event.stats)
+        super().handle(event)
 
-    def _fail(self, reason: str) -> None:
-        """Fail all requests in flight after the engine has ended."""
-        self._reader.cancel()
+    def _fail(self, reason: str, reader: asyncio.Task[None]) -> None:
+        """Fail all requests in flight after the engine has ended, and reset the gauges of its statistics."""
+        reader.cancel()
+        self._earlier_stats = self.stats
+        self.stats = EngineStats(num_blocks=self.info.num_blocks).after(self.stats)
         self.fail_all(EngineDead(reason))
         if self._integrity is not None:
             self._integrity.set_exception(EngineDead(reason))
             self._integrity = None
-        for callback in self._on_dead:
-            callback(reason)
+        if not self._restoring:  # otherwise `restart` raises
+            for callback in self._on_dead:
+                callback(reason)
+
+
+async def _open(
+    config: EngineConfig, in_process: bool, loading: asyncio.Future[EngineTokenizer] | None = None
+) -> tuple[EngineChannel, EngineInfo]:
+    """Start an engine and wait until its model and, if given, the tokenizer are loaded. Raises `EngineError`."""
+    channel = open_channel(config, in_process=in_process)
+    try:
+        if loading is not None:
+            await loading
+        event = await channel.receive_first()
+        if not isinstance(event, EngineInfo):
+            raise EngineError(event.message if isinstance(event, LoadFailed) else f"unexpected {event}")
+    except BaseException as error:
+        # Kill the engine without a grace period: an engine that is still loading does not read commands.
+        await channel.close(timeout=0)
+        if isinstance(error, TokenizerError):
+            raise EngineError(str(error)) from None
+        raise
+    return channel, event
 
 
 def is_slow(request: GenerationRequest | PoolingRequest) -> bool:

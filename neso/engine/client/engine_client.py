@@ -73,11 +73,6 @@ class EngineClient:
         self._ids = itertools.count()
         self._loras: dict[str, str | None] = dict(info.lora.lora_modules)
         self._lora_changes: dict[int, Callable[[str], object]] = {}
-        self._on_stats: list[Callable[[EngineStats], None]] = []
-
-    def on_stats(self, callback: Callable[[EngineStats], None]) -> None:
-        """Call `callback(stats)` after every step."""
-        self._on_stats.append(callback)
 
     @property
     def num_requests(self) -> int:
@@ -134,8 +129,6 @@ class EngineClient:
         """Process an event of the engine."""
         if isinstance(event, StepOutputs):
             self.stats = event.stats
-            for callback in self._on_stats:
-                callback(event.stats)
             self.dispatch(event.outputs)
         elif isinstance(event, LoraNames):
             self._loras = event.names

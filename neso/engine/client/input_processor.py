@@ -22,6 +22,8 @@ from neso.generation import (
     PoolingRequest,
     SamplingParams,
     check_prompt_length,
+    cut_text,
+    encode_prompt,
 )
 
 _NO_SAMPLING = SamplingParams()
@@ -122,7 +124,10 @@ class InputProcessor:
 
     def _token_ids(self, request: GenerationRequest) -> list[int]:
         if isinstance(request.prompt, str):
-            return self._tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+            special = request.add_special_tokens
+            return encode_prompt(
+                self._tokenizer, request.prompt, self._max_model_len, add_special_tokens=special
+            )
         return list(request.prompt)
 
     def _insert_images(
@@ -193,12 +198,24 @@ class InputProcessor:
         else:
             text, second = (prompt, None) if isinstance(prompt, str) else prompt
             token_ids, token_types = self._tokenizer.encode_pair(
-                text, second, add_special_tokens=request.add_special_tokens, max_tokens=limit
+                self._start_of(text, max_tokens, truncate=limit is not None),
+                None if second is None else self._start_of(second, max_tokens, truncate=limit is not None),
+                add_special_tokens=request.add_special_tokens,
+                max_tokens=limit,
             )
         if not token_ids:
             raise InvalidParameter("prompt", "is empty")
         if len(token_ids) > max_tokens:
-            raise InvalidParameter(
-                "prompt", f"is {len(token_ids)} tokens long; this model takes at most {max_tokens}"
-            )
+            raise _too_long_to_pool(f"{len(token_ids)}", max_tokens)
         return token_ids, token_types
+
+    def _start_of(self, text: str, max_tokens: int, *, truncate: bool) -> str:
+        """Return as much of a text as can be pooled. Raises `InvalidParameter` for a longer text unless `truncate`."""
+        start, at_least = cut_text(self._tokenizer, text, max_tokens)
+        if at_least and not truncate:
+            raise _too_long_to_pool(f"at least {at_least}", max_tokens)
+        return start
+
+
+def _too_long_to_pool(length: str, max_tokens: int) -> InvalidParameter:
+    return InvalidParameter("prompt", f"is {length} tokens long; this model takes at most {max_tokens}")

@@ -71,7 +71,7 @@ class LLM:
         config = EngineConfig.from_options(str(directory), options)
         self.tokenizer = load_engine_tokenizer(config)
         self.core, self.info = load_engine(config, processors)
-        images = open_image_prompt(directory, self.info.vision)
+        images = open_image_prompt(directory, self.info.vision, config.max_image_pixels)
         self._client = EngineClient(self._send, self.info, self.tokenizer, images)
         self._service = EngineService(self.core, self._client.handle)
 

@@ -84,6 +84,8 @@ class Addon:
         """Provide the inputs of a scheduled step. Failed sequences are removed from the step."""
         return []
 
+    # Called only if a sequence of the step has state of this add-on.
+
     def extend(self, step: Step) -> None:
         """Add logits rows and inputs for the runner (`PlanPart`). Must not change anything except the step."""
 
@@ -91,10 +93,10 @@ class Addon:
         """Process the results of a step. `logits` are the runner's, indexed by `step.logits_rows`."""
         return []
 
-    def observe(self, counts: StepCounts, seconds: float) -> None:
-        """Called with the duration of a step in seconds."""
-
     # -- monitoring ---------------------------------------------------------------------------------------------
+
+    def observe(self, counts: StepCounts, seconds: float) -> None:
+        """Called with the duration of every step in seconds."""
 
     def stats(self) -> dict[str, Any]:
         """Return fields of `EngineStats`."""

@@ -10,8 +10,10 @@ from itertools import islice
 from typing import Protocol
 
 from neso.engine.core.kv_manager import KVCacheManager
+from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import STATIC_BATCHING, BatchSchedulerPolicy, GptModelType
 from neso.engine.core.sequence import Sequence, scheduling_order
+from neso.engine.core.stats import StaticBatchStats
 
 
 class QueueFull(Exception):
@@ -157,17 +159,36 @@ class StaticBatches:
         self._within = within
         self._max_num_seqs = max_num_seqs
         self._batch: set[int] = set()
+        self._requests: dict[int, EngineRequest] = {}  # of the sequences admitted to the last batch
+
+    @property
+    def stats(self) -> StaticBatchStats:
+        """Sizes of the last batch."""
+        lengths = [
+            request.max_tokens
+            for request in self._requests.values()
+            for _ in range(request.sampling.num_sequences)
+        ]
+        generated = sum(lengths)
+        return StaticBatchStats(
+            sum(len(request.prompt_token_ids) for request in self._requests.values()),
+            generated,
+            len(lengths) * max(lengths, default=0) - generated,
+        )
 
     def begin_step(self, running: Collection[Sequence], waiting: Iterable[Sequence]) -> None:
         self._within.begin_step(running, waiting)
         if not running:
             self._batch = {sequence.id for sequence in islice(waiting, self._max_num_seqs)}
+            if self._batch:
+                self._requests = {}
 
     def considers(self, sequence: Sequence) -> bool:
         return sequence.id in self._batch and self._within.considers(sequence)
 
     def admits(self, sequence: Sequence, running: Collection[Sequence]) -> bool:
         if self._within.admits(sequence, running):
+            self._requests[sequence.id] = sequence.request
             return True
         self._batch = set()
         return False

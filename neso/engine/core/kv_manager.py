@@ -102,7 +102,7 @@ class KVCacheManager:
         sequence.prefix_match = self.prefix_cache.match(
             sequence.cache_identity, sequence.cache_tokens, sequence.prefix_match
         )
-        found = self._affordable(sequence.prefix_match)
+        found = self._affordable(sequence.prefix_match) if sequence.prefix_match else []
         if not found:
             return
         sequence.cache_parent = found[-1].node

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterable
 
 from neso.engine.core.addon import Addon, overriding
-from neso.engine.core.admission import WaitingQueue, admission_policy
+from neso.engine.core.admission import StaticBatches, WaitingQueue, admission_policy
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.core.block_pool import IntegrityError
 from neso.engine.core.kv_manager import KVCacheManager
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.core.sequence import Sequence, SequenceGroup, SequenceStatus, scheduling_order
+from neso.engine.core.stats import StaticBatchStats
 from neso.engine.core.step import ScheduledSequence, Step
 
 PrefillBudget = Callable[[int, int], int | None]
@@ -160,6 +161,11 @@ class Scheduler:
     def num_requests(self) -> int:
         """Number of requests with unreleased sequences."""
         return len(self._sequences_of)
+
+    @property
+    def static_batch(self) -> StaticBatchStats:
+        """Sizes of the last batch of static batching; zeros with in-flight batching."""
+        return self._policy.stats if isinstance(self._policy, StaticBatches) else StaticBatchStats()
 
     @property
     def has_work(self) -> bool:

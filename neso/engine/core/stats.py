@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +19,18 @@ class StepCounts(NamedTuple):
     num_tokens: int = 0
     num_context_tokens: int = 0
     num_draft_tokens: int = 0
+
+
+class StaticBatchStats(NamedTuple):
+    """The last batch of static batching.
+
+    - num_context_tokens, num_generation_tokens: sums of the prompt lengths and of the maximum output lengths
+    - num_empty_slots: generation tokens by which sequences are shorter than the longest one of the batch
+    """
+
+    num_context_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_empty_slots: int = 0
 
 
 class DraftStats(msgspec.Struct, array_like=True):
@@ -47,6 +60,26 @@ class DraftStats(msgspec.Struct, array_like=True):
         """Return a snapshot."""
         return DraftStats(self.drafts, self.draft_tokens, self.accepted_tokens, list(self.accepted_at))
 
+    def plus(self, earlier: DraftStats) -> DraftStats:
+        """Return the sums of both."""
+        places = zip_longest(self.accepted_at, earlier.accepted_at, fillvalue=0)
+        return DraftStats(
+            self.drafts + earlier.drafts,
+            self.draft_tokens + earlier.draft_tokens,
+            self.accepted_tokens + earlier.accepted_tokens,
+            [new + old for new, old in places],
+        )
+
+
+_COUNTERS = (
+    "step",
+    "preemptions",
+    "prefix_queried_tokens",
+    "prefix_hit_tokens",
+    "prefix_evicted_blocks",
+    "host_loaded_blocks",
+)
+
 
 class LogitsProcessorStats(msgspec.Struct, array_like=True):
     """Counters of a logits processor: processed rows of logits, seconds, and rows for which it raised."""
@@ -58,6 +91,12 @@ class LogitsProcessorStats(msgspec.Struct, array_like=True):
     def copy(self) -> LogitsProcessorStats:
         """Return a snapshot."""
         return LogitsProcessorStats(self.rows, self.seconds, self.failures)
+
+    def plus(self, other: LogitsProcessorStats) -> LogitsProcessorStats:
+        """Return the sums."""
+        return LogitsProcessorStats(
+            self.rows + other.rows, self.seconds + other.seconds, self.failures + other.failures
+        )
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -91,4 +130,15 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     host_memory: int = 0
     device_memory: int = 0
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
+    static_batch: StaticBatchStats = StaticBatchStats()
     logits_processors: dict[str, LogitsProcessorStats] = {}
+
+    def after(self, earlier: EngineStats) -> EngineStats:
+        """Return these statistics with the counters of `earlier` added: those of an engine that was restarted."""
+        counts = {name: getattr(self, name) + getattr(earlier, name) for name in _COUNTERS}
+        processors = dict(earlier.logits_processors)
+        for name, stats in self.logits_processors.items():
+            processors[name] = stats.plus(processors[name]) if name in processors else stats
+        return msgspec.structs.replace(
+            self, **counts, drafts=self.drafts.plus(earlier.drafts), logits_processors=processors
+        )

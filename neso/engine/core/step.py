@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,14 +90,15 @@ class Step:
     def sequences(self) -> list[Sequence]:
         return [scheduled.sequence for scheduled in self.scheduled]
 
-    def users(self, addon: object) -> list[ScheduledSequence]:
-        """Return the scheduled sequences that have state of an add-on."""
+    @property
+    def users(self) -> Mapping[object, list[ScheduledSequence]]:
+        """The scheduled sequences that have state of an add-on, by add-on."""
         if self._users is None:
             self._users = {}
             for scheduled in self.scheduled:
                 for key in scheduled.sequence.addons:
                     self._users.setdefault(key, []).append(scheduled)
-        return self._users.get(addon, [])
+        return self._users
 
     def drop_released(self) -> None:
         """Remove sequences that were released after scheduling."""
@@ -139,20 +140,25 @@ class Step:
 
     def plan(self, number: int) -> StepPlan:
         """Create the arrays for the runner. At least one sequence must be scheduled."""
-        token_ids: list[int] = []
+        sequence_ids, token_ids, query_start, num_computed, tables = [], list[int](), [], [], []
         for scheduled in self.scheduled:
-            sequence, num_drafts = scheduled.sequence, scheduled.num_draft_tokens
-            token_ids += sequence.token_ids[sequence.num_computed_tokens : scheduled.end - num_drafts]
+            sequence, computed = scheduled.sequence, scheduled.sequence.num_computed_tokens
+            sequence_ids.append(sequence.id)
+            query_start.append(len(token_ids))
+            num_computed.append(computed)
+            tables.append(sequence.block_table)
+            num_known = scheduled.num_new_tokens - scheduled.num_draft_tokens
+            token_ids += sequence.token_ids[computed : computed + num_known]
             if scheduled.draft is not None:
-                token_ids += scheduled.draft.token_ids[:num_drafts]
-        sequences = self.sequences
+                token_ids += scheduled.draft.token_ids[: scheduled.num_draft_tokens]
+        query_start.append(len(token_ids))
         return StepPlan(
             step=number,
-            sequence_ids=np.array([sequence.id for sequence in sequences], np.int32),
+            sequence_ids=np.array(sequence_ids, np.int32),
             token_ids=np.array(token_ids, np.int32),
-            query_start=np.array([*(s.query_start for s in self.scheduled), len(token_ids)], np.int32),
-            num_computed=np.array([sequence.num_computed_tokens for sequence in sequences], np.int32),
-            block_tables=padded_block_tables(sequences),
+            query_start=np.array(query_start, np.int32),
+            num_computed=np.array(num_computed, np.int32),
+            block_tables=padded_block_tables(tables),
             block_copies=np.array(self.block_copies, np.int32).reshape(-1, 2),
             block_transfers=np.array(self.block_transfers, np.int32)
             if self.block_transfers
@@ -162,10 +168,9 @@ class Step:
         )
 
 
-def padded_block_tables(sequences: list[Sequence]) -> Int32Array:
-    """Return `StepPlan.block_tables` of sequences."""
-    width = max(len(sequence.block_table) for sequence in sequences)
-    tables = np.full((len(sequences), width), -1, np.int32)
-    for row, sequence in zip(tables, sequences, strict=True):
-        row[: len(sequence.block_table)] = sequence.block_table
-    return tables
+def padded_block_tables(block_tables: list[list[int]]) -> Int32Array:
+    """Return `StepPlan.block_tables`."""
+    padded = np.full((len(block_tables), max(map(len, block_tables))), -1, np.int32)
+    for row, table in zip(padded, block_tables, strict=True):
+        row[: len(table)] = table
+    return padded

@@ -24,8 +24,8 @@ class PlanPart:
     """
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            getattr(self, name).flags.writeable = False
+        for entry in fields(self):
+            getattr(self, entry.name).flags.writeable = False
 
 
 P = TypeVar("P", bound=PlanPart)
@@ -61,7 +61,7 @@ class StepPlan:
     block_copies: Int32Array
     logits_rows: Int32Array
     block_transfers: Int32Array = field(default_factory=lambda: NO_TRANSFERS)
-    parts: Mapping[type[PlanPart], PlanPart] = field(default_factory=dict)
+    parts: Mapping[type[PlanPart], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in _ARRAYS:
@@ -69,7 +69,7 @@ class StepPlan:
 
     def part(self, kind: type[P]) -> P | None:
         """Return the inputs of an add-on; None if the step does not use it."""
-        found: Any = self.parts.get(kind)
+        found: P | None = self.parts.get(kind)
         return found
 
     def with_part(self, part: PlanPart) -> StepPlan:

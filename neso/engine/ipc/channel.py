@@ -61,9 +61,13 @@ class EngineChannel:
             # The last message of an ended engine may still be in transit.
             await asyncio.wait((message,), timeout=0.5)
         if message.done():
+            self.on_loaded()
             return message.result()
         message.cancel()
         raise EngineDead(self.dead.result())
+
+    def on_loaded(self) -> None:
+        """Called when the engine has sent its first event."""
 
     async def close(self, timeout: float) -> None:
         """Shut the engine down; kill it after `timeout` seconds."""
@@ -73,13 +77,22 @@ class EngineChannel:
 
     def _flush(self) -> None:
         commands, self._pending = self._pending, []
-        if commands and not self._socket.closed:
+        if commands and not self._socket.closed and not self.dead.done():
             # The socket has no high-water mark, so this never blocks.
             self._socket.send(command_encoder.encode(commands))
 
 
+_NUM_CHECKS = 4
+"""Number of consecutive checks without a heartbeat after which an engine hangs. The checks are counted instead of the
+time, which also passes while this process is stopped or its event loop is blocked."""
+
+
 class ProcessChannel(EngineChannel):
-    """An engine in its own process."""
+    """An engine in its own process, which is killed when it sends no heartbeat for `heartbeat_timeout` seconds.
+
+    While the engine loads its model, the limit is `step_timeout`: importing a library from a slow disk blocks all
+    threads of the engine.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="neso-"))
@@ -89,30 +102,68 @@ class ProcessChannel(EngineChannel):
         socket.bind(address)
         super().__init__(socket)
         self._alive, child_end = os.pipe()
-        command = [sys.executable, "-m", "neso.engine.ipc.engine_process", address]
+        os.set_blocking(self._alive, False)
+        self._timeout = config.heartbeat_timeout
+        self._silent_checks = 0
+        self._hang = ""
+        self._timer: asyncio.TimerHandle | None = None
+        if self._timeout and config.step_timeout:
+            self._check_later(max(self._timeout, config.step_timeout))
+        command = [sys.executable, "-m", "neso.engine.ipc.engine_process", address, str(child_end)]
         self.process = subprocess.Popen(
             [*command, msgspec.json.encode(config).decode()], stdin=subprocess.PIPE, pass_fds=(child_end,)
         )
         os.close(child_end)
         # The child has the only write end of this pipe, so the read end reports EOF however the child ends.
-        self._loop.add_reader(self._alive, self._on_exit)
+        self._loop.add_reader(self._alive, self._on_heartbeat)
+
+    def on_loaded(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._timeout:
+            self._check_later(self._timeout)
 
     async def close(self, timeout: float) -> None:
         await super().close(timeout)
         try:
-            await asyncio.wait_for(asyncio.shield(self.dead), timeout)
-        except asyncio.TimeoutError:
-            self.process.kill()
-            await asyncio.shield(self.dead)
+            await asyncio.wait((self.dead,), timeout=timeout)
+        finally:
+            if not self.dead.done():
+                self.process.kill()
+                await asyncio.wait((self.dead,))
+
+    def _on_heartbeat(self) -> None:
+        try:
+            received = os.read(self._alive, 4096)
+        except BlockingIOError:
+            return
+        if received:
+            self._silent_checks = 0
+        else:
+            self._on_exit()
+
+    def _check_later(self, timeout: float) -> None:
+        self._silent_checks = 0
+        self._timer = self._loop.call_later(timeout / _NUM_CHECKS, self._check, timeout)
+
+    def _check(self, timeout: float) -> None:
+        self._silent_checks += 1
+        if self._silent_checks <= _NUM_CHECKS:
+            self._timer = self._loop.call_later(timeout / _NUM_CHECKS, self._check, timeout)
+            return
+        self._hang = f"it did not respond for {timeout:g} s and was killed"
+        self.process.kill()
 
     def _on_exit(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._loop.remove_reader(self._alive)
         os.close(self._alive)
         code = self.process.wait()
         if self.process.stdin is not None:
             self.process.stdin.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-        self.dead.set_result(f"the engine process has ended ({_describe_exit(code)})")
+        self.dead.set_result(f"the engine process has ended ({self._hang or _describe_exit(code)})")
 
 
 def _describe_exit(code: int) -> str:

@@ -1,6 +1,7 @@
-"""Engine process: `python -m neso.engine.ipc.engine_process ADDRESS CONFIG_JSON` runs an engine for one client.
+"""Engine process: `python -m neso.engine.ipc.engine_process ADDRESS HEARTBEAT_FD CONFIG_JSON` runs one engine.
 
-Standard input is a pipe whose write end is held by the client; this process exits when it is closed.
+Standard input is a pipe whose write end is held by the client; this process exits when it is closed. HEARTBEAT_FD is
+the write end of a pipe whose other end the client reads, see `Heartbeat`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -145,15 +147,15 @@ class EngineLoop:
         while True:
             outputs: list[SequenceOutput] = []
             commands = self._receive(block=not core.has_work)
+            self._watchdog.begin()
             for command in commands:
                 if isinstance(command, Shutdown):
                     return
                 outputs += self._service.apply(command)
             stepped = core.has_work
             if stepped:
-                self._watchdog.begin()
                 outputs += self._service.step()
-                self._watchdog.end()
+            self._watchdog.end()
             # Send statistics even without outputs, after an abort or a prefill chunk, so that the client's are current.
             if stepped or outputs or commands:
                 _send(self._socket, StepOutputs(outputs, core.stats()))
@@ -200,7 +202,33 @@ def run_engine(
         socket.close(linger=1000)
 
 
-def main(address: str, config_json: str) -> None:
+class Heartbeat:
+    """A thread that regularly writes a byte to a pipe, as long as this process runs and its threads get the GIL.
+
+    The client kills a process that is silent for `heartbeat_timeout` seconds. A thread, because the main thread writes
+    nothing during a step, which may be long.
+    """
+
+    def __init__(self, fd: int, timeout: float) -> None:
+        os.set_inheritable(fd, False)  # the client detects the end of this process by the end of the pipe
+        os.set_blocking(fd, False)
+        self._fd, self._interval = fd, heartbeat_interval(timeout)
+        if timeout:
+            threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
+
+    def _run(self) -> None:
+        while True:
+            with contextlib.suppress(BlockingIOError):  # a stopped client does not read
+                os.write(self._fd, b".")
+            time.sleep(self._interval)
+
+
+def heartbeat_interval(timeout: float) -> float:
+    """Return the seconds between two heartbeats."""
+    return min(1.0, timeout / 8)
+
+
+def main(address: str, heartbeat_fd: str, config_json: str) -> None:
     """Connect to the client and serve one model to it."""
     from neso.engine.load.loader import load_engine
 
@@ -208,6 +236,7 @@ def main(address: str, config_json: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True, name="parent-watch").start()
     config = msgspec.json.decode(config_json, type=EngineConfig)
+    Heartbeat(int(heartbeat_fd), config.heartbeat_timeout)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)

@@ -215,7 +215,8 @@ class EngineCore:
         step.block_transfers = self.scheduler.kv.prefix_cache.host.take_transfers()
         step.lay_out()
         for addon in self._extenders:
-            addon.extend(step)
+            if addon in step.users:
+                addon.extend(step)
         self._num_steps += 1
         self._counts = step.counts
         plan = step.plan(self._num_steps)
@@ -234,7 +235,8 @@ class EngineCore:
             self.scheduler.advance(step)
             self.scheduler.register(step)
             for addon in self._updaters:
-                outputs += addon.update(step, logits, self.scheduler)
+                if addon in step.users:
+                    outputs += addon.update(step, logits, self.scheduler)
             return outputs + self.selector.select(step, logits)
         except Exception as error:
             return self._fail_step(step, error, step.sequences)
@@ -338,6 +340,7 @@ class EngineCore:
             host_loaded_blocks=prefix.host.stats.loaded_blocks,
             host_memory=self._memory.host,
             device_memory=self._memory.device,
+            static_batch=scheduler.static_batch,
             **of_addons,
         )
 

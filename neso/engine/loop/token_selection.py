@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from neso.engine.core.addon import Addon, RequestError
-from neso.engine.core.request import SequenceOutput
+from neso.engine.core.request import PositionLogprobs, SequenceOutput
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence, finish_reason
 from neso.engine.core.step import DraftTokens, Step
@@ -85,7 +85,7 @@ class TokenSelector:
                 drafts += [None] * len(forks)
                 num_drafts += [0] * len(forks)
         masks = None
-        if self._constraint is not None and step.users(self._constraint):
+        if self._constraint is not None and self._constraint in step.users:
             masks = self._constraint.row_masks(sequences, drafts, num_drafts)
         if self._verifier is not None and self._verifier.verifies(step):
             verified = self._verifier.verify(self.sampler, logits, sequences, drafts, num_drafts, masks)
@@ -114,12 +114,17 @@ class TokenSelector:
             return self._fail(sequence, sequence.error)
         is_first = position == sequence.num_prompt_tokens
         del sequence.token_ids[position:]
-        appended: list[SampledToken] = []
+        token_ids: list[int] = []
+        logprobs: list[PositionLogprobs] = []
+        logits = b""
         reason, end_token = None, None
         for token in tokens:
             reason = finish_reason(request, sequence.token_ids, token.token_id)
             sequence.token_ids.append(token.token_id)
-            appended.append(token)
+            token_ids.append(token.token_id)
+            if token.logprobs is not None:
+                logprobs.append(token.logprobs)
+            logits += token.logits
             end_token = token.token_id if reason is FinishReason.STOP else None
             if self._constraint is not None:
                 try:
@@ -133,16 +138,16 @@ class TokenSelector:
         return SequenceOutput(
             request_id=request.request_id,
             index=sequence.index,
-            token_ids=[token.token_id for token in appended],
+            token_ids=token_ids,
             finish_reason=reason,
             end_token_id=end_token if end_token in request.end_token_ids else None,
-            logprobs=[token.logprobs for token in appended if token.logprobs is not None],
-            generation_logits=b"".join(token.logits for token in appended),
+            logprobs=logprobs,
+            generation_logits=logits,
             cached_tokens=sequence.num_cached_tokens,
             scheduled_ns=sequence.scheduled_ns if is_first else 0,
             preemptions=sequence.num_preemptions if reason is not None else 0,
             draft_tokens=num_drafts,
-            accepted_draft_tokens=min(len(appended), len(tokens) - 1),
+            accepted_draft_tokens=min(len(token_ids), len(tokens) - 1),
         )
 
     def _fail(self, sequence: Sequence, error: RequestError) -> SequenceOutput:

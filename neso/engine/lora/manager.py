@@ -189,9 +189,8 @@ class LoraManager(Addon):
         return failures
 
     def extend(self, step: Step) -> None:
-        if step.users(self):
-            uses = [sequence.addons.get(self) for sequence in step.sequences]
-            step.add_part(LoraPlan(np.array([-1 if use is None else use.slot for use in uses], np.int32)))
+        uses = [sequence.addons.get(self) for sequence in step.sequences]
+        step.add_part(LoraPlan(np.array([-1 if use is None else use.slot for use in uses], np.int32)))
 
     def check_integrity(self, scheduler: Scheduler) -> None:
         self.slots.check_integrity(s.addons[self] for s in scheduler.running if self in s.addons)

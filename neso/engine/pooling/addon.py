@@ -46,7 +46,7 @@ class PoolingAddon(Addon):
     def extend(self, step: Step) -> None:
         flat_positions: list[int] = []
         found: list[_Rows] = []
-        for scheduled in step.users(self):
+        for scheduled in step.users[self]:
             sequence, pooled = scheduled.sequence, scheduled.sequence.addons[self]
             # The prompt of a preempted sequence is computed again, but no position is pooled twice.
             first = max(sequence.num_computed_tokens, pooled.num_tokens)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from neso.engine.core.request import PositionLogprobs
 from neso.engine.sampling.logprobs import position_logprobs
 from neso.engine.sampling.state import SamplingState, adjust
@@ -16,6 +18,7 @@ from neso.engine.sampling.token_sampling import (
     RowMasks,
     SamplingBatch,
     choose,
+    probabilities_of,
 )
 from neso.generation.sampling_params import SamplingParams
 
@@ -72,14 +75,51 @@ class Sampler:
             if token == INVALID_TOKEN:
                 sampled.append(SampledToken(token))
                 continue
+            if i in raw:
+                drawn_from = masked_row(logits, i, masks) if state.params.normalize_logprobs else None
+                sampled.append(scored(token, raw[i], state.params, drawn_from, state.top_p))
+            else:
+                sampled.append(SampledToken(token))
             state.record(token)
-            sampled.append(scored(token, raw[i], state.params) if i in raw else SampledToken(token))
         return sampled
 
 
-def scored(token: int, row: FloatRows, params: SamplingParams) -> SampledToken:
-    """Return the token with its log probability and logits, if requested. `row`: the model's logits float32[V]."""
+def masked_row(logits: Logits, number: int, masks: RowMasks | None) -> FloatRows:
+    """Return a copy of a row with its mask applied: float32[V]."""
+    row = np.array(logits[number])
+    if masks is not None:
+        for index in np.flatnonzero(masks.rows == number):
+            row[~masks.allowed(int(index), len(row))] = -np.inf
+    return row
+
+
+def scored(
+    token: int,
+    row: FloatRows,
+    params: SamplingParams,
+    drawn_from: FloatRows | None = None,
+    top_p: float | None = None,
+) -> SampledToken:
+    """Return the token with its log probability and logits, if requested.
+
+    - row: the model's logits float32[V]
+    - drawn_from: the logits with penalties and masks applied, for `normalize_logprobs`
+    - top_p: overrides the value in the parameters
+    """
     logprobs = None
     if params.num_logprobs is not None:
-        (logprobs,) = position_logprobs(row[None], [token], params.num_logprobs)
+        values = row
+        if params.normalize_logprobs and drawn_from is not None:
+            values = _normalized_logprobs(drawn_from, params, top_p)
+        (logprobs,) = position_logprobs(values[None], [token], params.num_logprobs)
     return SampledToken(token, logprobs, row.tobytes() if params.return_generation_logits else b"")
+
+
+def _normalized_logprobs(row: FloatRows, params: SamplingParams, top_p: float | None) -> FloatRows:
+    """Return the log probabilities float32[V] of the distribution that a token is drawn from."""
+    if params.greedy:
+        certain = np.full(len(row), -np.inf, np.float32)
+        certain[row.argmax()] = 0.0
+        return certain
+    with np.errstate(divide="ignore"):
+        return np.log(probabilities_of(row, params, top_p)).astype(np.float32)

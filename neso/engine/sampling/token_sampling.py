@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from neso.generation.sampling_params import SamplingParams
+
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -144,3 +146,19 @@ def filter_weights(weights: FloatRows, top_k: Int32Array, top_p: FloatRows, min_
     kept = np.zeros_like(weights)
     np.put_along_axis(kept, order, np.where(keep, ordered, np.float32(0)), axis=1)
     return kept
+
+
+def probabilities_of(
+    logits: npt.NDArray[np.float32], params: SamplingParams, top_p: float | None = None
+) -> npt.NDArray[np.float64]:
+    """Return the distribution from which `token_sampling.choose` draws for a row float32[V]: float64[V] with sum 1.
+
+    `top_p` overrides the value in the parameters. Greedy requests get the distribution at temperature 1.
+    """
+    temperature = 1.0 if params.greedy else params.temperature
+    row = (temperature, max(params.top_k, 0), params.top_p if top_p is None else top_p, params.min_p, 0.0)
+    batch = SamplingBatch.of([row])
+    weights = exponentials(logits[None], batch.temperature)
+    kept = filter_weights(weights, batch.top_k, batch.top_p, batch.min_p)[0].astype(np.float64)
+    normalized: npt.NDArray[np.float64] = kept / kept.sum()
+    return normalized

@@ -19,10 +19,10 @@ from neso.engine.core.step import ScheduledSequence, Step, padded_block_tables
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout, Float32Array, Logits, Runner
 from neso.engine.sampling.state import SamplingState, state_of
-from neso.engine.sampling.token_sampling import SamplingBatch
+from neso.engine.sampling.token_sampling import SamplingBatch, probabilities_of
 from neso.engine.spec_decode.draft import Draft
 from neso.engine.spec_decode.speculator import Proposer
-from neso.engine.spec_decode.verification import draw_one, probabilities_of
+from neso.engine.spec_decode.verification import draw_one
 
 MAX_CATCH_UP_TOKENS = 512
 """Maximum number of tokens of a sequence that the draft model computes in one step. A sequence that lags further behind
@@ -162,7 +162,7 @@ class DraftModelProposer(Proposer):
                 token_ids=np.where(token_ids < self._runner.vocab_size, token_ids, 0),
                 query_start=query_start,
                 num_computed=np.array([item.start for item in inputs], np.int32),
-                block_tables=padded_block_tables([item.sequence for item in inputs]),
+                block_tables=padded_block_tables([item.sequence.block_table for item in inputs]),
                 block_copies=np.array(copies, np.int32).reshape(-1, 2),
                 logits_rows=query_start[1:][np.array(needs_logits, bool)] - 1,
             )

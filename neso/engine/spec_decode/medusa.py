@@ -73,6 +73,21 @@ class MedusaHeads:
         return [_most_likely(head.logits(hidden), count) for head in self.heads]
 
 
+def has_medusa_heads(directory: Path) -> bool:
+    """Return whether the safetensors files of a directory have Medusa heads. Reads only their headers.
+
+    Raises `CheckpointError` for an invalid file.
+    """
+    for path in sorted(directory.glob("*.safetensors")):
+        file = SafetensorsFile(path)
+        try:
+            if any(_NAME.fullmatch(name) for name in file.names()):
+                return True
+        finally:
+            file.close()
+    return False
+
+
 def _tensors(directory: Path) -> dict[str, Float32Array]:
     tensors = {}
     for path in sorted(directory.glob("*.safetensors")):

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.request import EngineRequest
+from neso.engine.sampling.token_sampling import probabilities_of
 from neso.engine.spec_decode.draft import Draft
-from neso.engine.spec_decode.verification import probabilities_of
 from neso.generation.sampling_params import SamplingParams
 
 

@@ -153,7 +153,7 @@ class SpeculativeDecoding(Addon):
             self.proposer.complete(step)
         except Exception:
             self._disable()
-            for scheduled in step.users(self):
+            for scheduled in step.users.get(self, ()):
                 scheduled.drop_drafts()
                 scheduled.sequence.addons[self].draft = None
             return []
@@ -164,8 +164,6 @@ class SpeculativeDecoding(Addon):
 
     def extend(self, step: Step) -> None:
         """Add draft trees to the step, and the slot copies of accepted tokens of trees."""
-        if not step.users(self):
-            return
         copies = []
         has_tree = False
         for row, scheduled in enumerate(step.scheduled):
@@ -179,7 +177,7 @@ class SpeculativeDecoding(Addon):
             step.add_part(DraftTreePlan(slot_copies, masks, depths))
 
     def update(self, step: Step, logits: Logits, scheduler: Scheduler) -> list[SequenceOutput]:
-        for scheduled in step.users(self):
+        for scheduled in step.users[self]:
             self._clear_slot_copies(scheduled.sequence, scheduled.sequence.addons[self])
         return []
 
@@ -212,11 +210,11 @@ class SpeculativeDecoding(Addon):
         return [result.tokens for result in verified]
 
     def observe(self, counts: StepCounts, seconds: float) -> None:
-        if not counts.num_context_tokens:
+        if self.proposer is not None and not counts.num_context_tokens:
             self._length.observe_step(counts.num_decoding, counts.num_draft_tokens, seconds)
 
     def stats(self) -> dict[str, Any]:
-        return {"drafts": self._stats.copy()}
+        return {"drafts": self._stats.copy()} if self._stats.drafts else {}
 
     def _clear_slot_copies(self, sequence: Sequence, state: _DraftedSequence) -> None:
         state.slot_copies = []

@@ -17,36 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.runners.base import Logits
-from neso.engine.sampling.sampler import SampledToken, Sampler, scored
+from neso.engine.sampling.sampler import SampledToken, Sampler, masked_row, scored
 from neso.engine.sampling.state import SamplingState
-from neso.engine.sampling.token_sampling import (
-    INVALID_TOKEN,
-    RowMasks,
-    SamplingBatch,
-    draw,
-    exponentials,
-    filter_weights,
-)
+from neso.engine.sampling.token_sampling import INVALID_TOKEN, RowMasks, draw, probabilities_of
 from neso.engine.spec_decode.draft import Draft
-from neso.generation.sampling_params import SamplingParams
 
 Probabilities = npt.NDArray[np.floating[Any]]
-
-
-def probabilities_of(
-    logits: npt.NDArray[np.float32], params: SamplingParams, top_p: float | None = None
-) -> npt.NDArray[np.float64]:
-    """Return the distribution from which `token_sampling.choose` draws for a row float32[V]: float64[V] with sum 1.
-
-    `top_p` overrides the value in the parameters. Greedy requests get the distribution at temperature 1.
-    """
-    temperature = 1.0 if params.greedy else params.temperature
-    row = (temperature, max(params.top_k, 0), params.top_p if top_p is None else top_p, params.min_p, 0.0)
-    batch = SamplingBatch.of([row])
-    weights = exponentials(logits[None], batch.temperature)
-    kept = filter_weights(weights, batch.top_k, batch.top_p, batch.min_p)[0].astype(np.float64)
-    normalized: npt.NDArray[np.float64] = kept / kept.sum()
-    return normalized
 
 
 def draw_one(weights: Probabilities, uniform: float) -> int:
@@ -157,13 +133,7 @@ def _raw_rows(logits: Logits, groups: list[_Rows]) -> dict[int, FloatRow]:
 
 def _masked_rows(group: _Rows, logits: Logits, masks: RowMasks | None) -> list[FloatRow]:
     """Return the rows of a sequence with masks applied; penalties have been applied already."""
-    rows = [np.array(logits[group.first + number]) for number in range(1 + group.num_drafts)]
-    for index, row in enumerate(() if masks is None else masks.rows.tolist()):
-        if group.first <= row <= group.first + group.num_drafts:
-            assert masks is not None
-            masked = rows[row - group.first]
-            masked[~masks.allowed(index, len(masked))] = -np.inf
-    return rows
+    return [masked_row(logits, group.first + number, masks) for number in range(1 + group.num_drafts)]
 
 
 def _accept_matching(group: _Rows, tokens: list[SampledToken]) -> Verified:
@@ -208,9 +178,11 @@ def _rejection_sample(
             draft, number, target, acceptance_uniforms[number], group.uniforms[number]
         )
         if not accepted:
-            last = tokens[number] if replacement is None else _scored_token(replacement, group, number, raw)
+            last = tokens[number]
+            if replacement is not None:
+                last = _scored_token(replacement, group, number, raw, rows)
             return Verified([*accepted_tokens, last], list(range(number)), row)
-        accepted_tokens.append(_scored_token(token, group, number, raw))
+        accepted_tokens.append(_scored_token(token, group, number, raw, rows))
     else:
         number = group.num_drafts
     if tokens[number].token_id == INVALID_TOKEN and accepted_tokens:
@@ -238,11 +210,14 @@ def _accept_or_replace(
     return False, draw_one(residual if residual.any() else target, uniform)
 
 
-def _scored_token(token: int, group: _Rows, number: int, raw: dict[int, FloatRow]) -> SampledToken:
+def _scored_token(
+    token: int, group: _Rows, number: int, raw: dict[int, FloatRow], rows: list[FloatRow]
+) -> SampledToken:
     row = raw.get(group.first + number)
     if row is None:
         return SampledToken(token)
-    return scored(token, row, group.states[0].params)
+    state = group.states[number]
+    return scored(token, row, state.params, rows[number], state.top_p)
 
 
 def _record_tokens(group: _Rows, state: SamplingState, result: Verified) -> None:

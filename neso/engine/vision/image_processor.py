@@ -6,6 +6,7 @@ import base64
 import binascii
 import io
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 1 << 26
-"""Limit of the number of pixels of a file and of the resized image; checked before memory is allocated."""
+"""Default limit of the pixels of a file and of the resized image; checked before memory is allocated."""
+_DECODING = threading.Lock()
+"""Held while an image is decoded and resized: a small file can take 8 bytes for each of `max_pixels` pixels."""
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
@@ -41,9 +44,10 @@ class ImageProcessor:
     crop: int
     resample: int
     normalization: Normalization
+    max_pixels: int = MAX_PIXELS
 
     @classmethod
-    def from_directory(cls, directory: Path, image_size: int) -> ImageProcessor:
+    def from_directory(cls, directory: Path, image_size: int, max_pixels: int = MAX_PIXELS) -> ImageProcessor:
         """Read preprocessor_config.json, with CLIP's defaults. Raises `UnsupportedModel`."""
         path = next((p for p in _config_files(directory) if p.is_file()), None)
         config = {} if path is None else _read(path)
@@ -63,6 +67,7 @@ class ImageProcessor:
             crop=image_size,
             resample=int(config.get("resample", _BICUBIC)),
             normalization=Normalization(scale, tuple(mean), tuple(deviation)),
+            max_pixels=max_pixels,
         )
 
     def pixels(self, image: Any) -> npt.NDArray[np.uint8]:
@@ -70,10 +75,14 @@ class ImageProcessor:
 
         Raises `InvalidParameter("images", …)`.
         """
-        opened = open_image(image)
+        with _DECODING:
+            return self._pixels(image)
+
+    def _pixels(self, image: Any) -> npt.NDArray[np.uint8]:
+        opened = open_image(image, self.max_pixels)
         if self.resize_to is not None:
             width, height = _resized(*opened.size, self.resize_to)
-            if width * height > MAX_PIXELS:
+            if width * height > self.max_pixels:
                 raise InvalidParameter(
                     "images",
                     f"an image of {opened.width} x {opened.height} pixels is too long: the model's size makes it "
@@ -83,7 +92,7 @@ class ImageProcessor:
         return _cut_middle(np.asarray(opened, np.uint8), self.crop)
 
 
-def open_image(image: Any) -> Image:
+def open_image(image: Any, max_pixels: int = MAX_PIXELS) -> Image:
     """Open an element of `GenerationRequest.images` as an RGB image. Raises `InvalidParameter("images", …)`."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -104,7 +113,7 @@ def open_image(image: Any) -> Image:
     try:
         opened = Image.open(io.BytesIO(image), formats=FORMATS)
         width, height = opened.size
-        if width * height > MAX_PIXELS:
+        if width * height > max_pixels:
             raise InvalidParameter("images", f"an image of {width} x {height} pixels is too large")
         return opened.convert("RGB")
     except UnidentifiedImageError:

@@ -58,11 +58,14 @@ class ImagePrompt:
         return expanded, images
 
 
-def open_image_prompt(directory: Path | str, vision: VisionInfo | None) -> ImagePrompt | None:
+def open_image_prompt(
+    directory: Path | str, vision: VisionInfo | None, max_pixels: int
+) -> ImagePrompt | None:
     """Open the image processor of a model; None for text-only models. Raises `EngineError`."""
     if vision is None:
         return None
     try:
-        return ImagePrompt(ImageProcessor.from_directory(Path(directory), vision.image_size), vision)
+        processor = ImageProcessor.from_directory(Path(directory), vision.image_size, max_pixels)
+        return ImagePrompt(processor, vision)
     except UnsupportedModel as error:
         raise EngineError(str(error)) from None

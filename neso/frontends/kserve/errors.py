@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
+from neso.frontends.transport.http1 import error_body
 from neso.server.errors import ErrorCode, InternalError, ServerError
+
+if TYPE_CHECKING:
+    from neso.frontends.transport.http1 import Rejection
 
 logger = logging.getLogger(__name__)
 
@@ -27,3 +32,18 @@ def as_server_error(error: BaseException, operation: str) -> ServerError:
         return error
     logger.error("unexpected error in %s", operation, exc_info=error)
     return InternalError(f"unexpected error in {operation}: {type(error).__name__}: {error}")
+
+
+INPUT_SIZE_HINT = "Use --http-max-input-size to increase the limit."
+
+
+def rejection_response(rejection: Rejection, max_input_size: int) -> tuple[int, bytes]:
+    """Return status and body of an error of the HTTP server. As in Triton, a body that is too large gets status 400."""
+    if rejection.status != 413 or not rejection.target.startswith(b"/v2"):
+        return rejection.status, error_body(rejection.message)
+    size = rejection.headers.get(b"content-length", b"").decode("latin-1") or f"more than {max_input_size}"
+    if rejection.headers.get(b"inference-header-content-length") == b"0":
+        text = f"Raw input has a byte_size ({size} bytes) that exceeds the maximum allowed value of {max_input_size}"
+    else:
+        text = f"request JSON size of {size} bytes exceeds the maximum allowed input size of {max_input_size}"
+    return 400, error_body(f"{text} bytes. {INPUT_SIZE_HINT}")

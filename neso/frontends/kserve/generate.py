@@ -268,5 +268,5 @@ def _check_unique(body: bytes, document: dict[str, Any], inputs: Container[str])
 
     try:
         json.loads(body, object_pairs_hook=unique)
-    except RecursionError:
-        raise InvalidArgument("failed to parse the request JSON buffer: nested too deeply") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"failed to parse the request JSON buffer: {error}") from None

@@ -15,6 +15,7 @@ from neso.frontends.kserve.grpc_servicer import register_methods
 from neso.frontends.kserve.service import KServeService
 from neso.frontends.security import RequiredHeader, Restrictions
 from neso.frontends.transport.grpc import GrpcServer
+from neso.frontends.transport.tcp import ConnectionLimits
 from neso.server.core import Core
 from neso.server.errors import Unavailable
 
@@ -47,9 +48,12 @@ GROUPS = {
 class KServeGrpc:
     """Serves a core over gRPC, on the core's event loop."""
 
-    def __init__(self, core: Core, options: GrpcOptions | None = None) -> None:
+    def __init__(
+        self, core: Core, options: GrpcOptions | None = None, limits: ConnectionLimits | None = None
+    ) -> None:
         self.options = options or GrpcOptions()
         self._core = core
+        self._limits = limits
         self._calls = ActiveCalls()
         self._server: GrpcServer | None = None
 
@@ -62,7 +66,7 @@ class KServeGrpc:
         """Listen. Raises `Unavailable` if the address is not available, `InvalidArgument` for invalid TLS files."""
         options = self.options
         interceptors = (RestrictionInterceptor(options.restrictions),) if options.restrictions else ()
-        server = GrpcServer(options.server(), interceptors)
+        server = GrpcServer(options.server(), interceptors, self._limits)
         calls = ActiveCalls()
         register_methods(KServeService(self._core, options.header_forwarding), calls, server)
         try:

@@ -117,13 +117,13 @@ def read_inputs(message: Any, raw: Sequence[bytes], shared: SharedTensors) -> di
         if shape and min(shape) < 0:
             raise InvalidArgument(f"input '{name}' has a negative dimension in its shape {list(shape)}")
         if name in shared:
-            inputs[name] = shared[name].read(name, datatype, shape)
+            inputs[name] = shared[name].read(name, datatype, shape, message.model_name)
         elif not raw:
             inputs[name] = _from_contents(name, datatype, shape, wire)
         elif wire.HasField("contents"):
             _reject_mixed_contents(message)
         else:
-            inputs[name] = Tensor.from_wire(name, datatype, shape, next(raw_contents))
+            inputs[name] = Tensor.from_wire(name, datatype, shape, next(raw_contents), message.model_name)
     return inputs
 
 
@@ -190,7 +190,7 @@ def _from_contents(name: str, datatype: DataType, shape: tuple[int, ...], wire: 
     if field_name is None:
         raise InvalidArgument(f"input '{name}' has datatype {datatype.value}, which needs raw_input_contents")
     elements = getattr(wire.contents, field_name)
-    count = element_count(shape)
+    count = element_count(shape, name)
     if len(elements) != count:
         others = [each.name for each, _ in wire.contents.ListFields() if each.name != field_name]
         hint = f"; its {', '.join(others)} cannot hold {datatype.value}" if others else ""

@@ -30,7 +30,7 @@ from neso.server.inference_response import InferenceResponse
 from neso.server.metadata import TensorMetadata
 from neso.server.model import Model
 from neso.server.shared_memory.regions import BYTE_SIZE, OFFSET, REGION, SharedMemory, SharedMemoryWindow
-from neso.server.tensor import DataType, Tensor
+from neso.server.tensor import DataType, Tensor, element_count
 
 PlainInfer = tuple[
     str,
@@ -116,6 +116,7 @@ def _read_plain(
         if name in inference.inputs:
             raise _duplicate_input(name)
         datatype = DataType.parse(datatype_name, name)
+        element_count(shape, name)
         if isinstance(content, bytearray):
             inference.inputs[name] = Tensor(name, datatype, np.ndarray(shape, datatype.dtype, content))
         elif isinstance(content, int):
@@ -164,7 +165,7 @@ def _read_inputs(
             inference.inputs[name] = read_tensor(name, datatype, shape, read_array_member(entry, "data"))
             continue
         if (shared := _read_shared(name, parameters, shared_memory)) is not None:
-            inference.inputs[name] = shared.read(name, datatype, shape)
+            inference.inputs[name] = shared.read(name, datatype, shape, inference.model_name)
             inference.cacheable = False
             continue
         size = read_unsigned("binary_data_size", parameters["binary_data_size"])
@@ -192,7 +193,7 @@ def _read_binary(
             f"unexpected size for input '{name}', expecting {size - len(binary)} additional bytes for model "
             f"'{inference.model_name}'"
         )
-    return Tensor.from_wire(name, datatype, shape, binary[:size])
+    return Tensor.from_wire(name, datatype, shape, binary[:size], inference.model_name)
 
 
 def _additional_data(inference: InferenceRequest) -> InvalidArgument:
@@ -287,7 +288,8 @@ def _read_raw(body: bytes, model: Model, version: str) -> InferenceRequest:
     batched = model.config.max_batch_size > 0
     dims = spec.shape[1:] if batched else spec.shape
     shape, data = _raw_shape(spec, dims, body)
-    tensor = Tensor.from_wire(spec.name, DataType(spec.datatype), (1, *shape) if batched else shape, data)
+    shape = (1, *shape) if batched else shape
+    tensor = Tensor.from_wire(spec.name, DataType(spec.datatype), shape, data, model.name)
     return InferenceRequest(model.name, {spec.name: tensor}, version)
 
 

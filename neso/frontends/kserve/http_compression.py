@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+from neso.frontends.kserve.errors import INPUT_SIZE_HINT
 from neso.frontends.transport.http1 import Response
 from neso.server.errors import InvalidArgument, Unsupported
 
@@ -44,7 +45,7 @@ def decompress(body: bytes, encoding: str | None, limit: int) -> bytes:
         raise _decompress_error(coding, str(error)) from None
     if len(data) > limit:
         raise InvalidArgument(
-            f"the {coding} request body exceeds the limit of {limit} bytes once decompressed"
+            f"Decompressed data size exceeds the maximum allowed value of {limit} bytes. {INPUT_SIZE_HINT}"
         )
     if not decompressor.eof:
         raise _decompress_error(coding, "it is cut off")

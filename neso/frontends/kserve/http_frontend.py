@@ -23,6 +23,7 @@ from neso.frontends.transport.http1 import (
     error_response,
 )
 from neso.frontends.transport.http1.asgi import AsgiCallable
+from neso.frontends.transport.tcp import ConnectionLimits
 from neso.server.core import Core
 from neso.server.errors import ServerError
 
@@ -93,10 +94,12 @@ def routes(service: KServeService, max_input_size: int) -> Iterator[Route]:
 class KServeHttp:
     """Serves a core over HTTP, on the core's event loop. Mount further applications before `start`."""
 
-    def __init__(self, core: Core, options: HttpOptions | None = None) -> None:
+    def __init__(
+        self, core: Core, options: HttpOptions | None = None, limits: ConnectionLimits | None = None
+    ) -> None:
         self.options = options = options or HttpOptions()
         self._apps: list[AsgiApp] = []
-        self._server = HttpServer(self._handle, options.server())
+        self._server = HttpServer(self._handle, options.server(), limits)
         self._router = Router()
         for route in routes(KServeService(core, options.header_forwarding), options.max_input_size):
             required = options.restrictions.get(route.group)

@@ -73,7 +73,9 @@ class HttpHandlers:
 
     def repository_index(self, request: Request) -> Response:
         repository = _repository(request)
-        ready_only = read_bool("ready", _optional_object(request).get("ready", False))
+        ready_only = _optional_object(request).get("ready", False)
+        if type(ready_only) is not bool:
+            raise InvalidArgument("Invalid value for 'ready': expected a boolean")
         return json_response(
             [_index_entry(entry) for entry in self._service.repository_index(repository, ready_only)]
         )

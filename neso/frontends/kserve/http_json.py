@@ -18,7 +18,10 @@ from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.tensor import DataType, Tensor, element_count
 
+_INT64_MAX = (1 << 63) - 1
 _UINT64_MAX = (1 << 64) - 1
+_MAX_DEPTH = 100
+"""Nesting of the lists of a tensor that is rejected, as in Triton."""
 _BINARY_ONLY = (DataType.FP16, DataType.BF16)
 _FLOATS = (DataType.FP32, DataType.FP64)
 
@@ -62,7 +65,7 @@ def read_json(body: bytes | memoryview) -> Any:
             raise InvalidArgument(_json_error(error)) from None
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also for integers of more than 4,300 digits
         raise InvalidArgument(_json_error(error)) from None
 
 
@@ -163,7 +166,14 @@ def read_tensor(name: str, datatype: DataType, shape: tuple[int, ...], data: lis
     allowed, message = _ELEMENT_TYPES[datatype]
     if not allowed.issuperset(map(type, flat)):
         raise _ragged(name) if list in map(type, flat) else _parse_error(name, message)
-    if len(flat) != element_count(shape):
+    count = element_count(shape, name)
+    if len(flat) != count:
+        itemsize = datatype.itemsize or 1
+        if count * itemsize > _INT64_MAX:
+            raise InvalidArgument(
+                f"byte size overflow for input '{name}': element count ({count}) * data type size ({itemsize}) exceeds "
+                f"maximum allowed size ({_INT64_MAX})"
+            )
         raise InvalidArgument(
             f"Unable to parse 'data': Shape does not match true shape of 'data' field, input '{name}' has "
             f"{len(flat)} elements, its shape {list(shape)}"
@@ -193,8 +203,12 @@ def write_values(tensor: Tensor, *, lossy: bool = False) -> list[Any]:
 
 
 def _flatten(name: str, data: list[Any]) -> list[Any]:
-    """Flatten nested lists level by level, without recursion. Raises `InvalidArgument` for ragged lists."""
+    """Flatten nested lists level by level, without recursion. Raises `InvalidArgument` for ragged or too deep lists."""
+    depth = 1
     while data and type(data[0]) is list:
+        depth += 1
+        if depth >= _MAX_DEPTH:
+            raise InvalidArgument(f"JSON nesting depth exceeds maximum allowed limit ({_MAX_DEPTH})")
         if set(map(type, data)) != {list} or len(set(map(len, data))) != 1:
             raise _ragged(name)
         data = list(chain.from_iterable(data))

@@ -56,7 +56,7 @@ def create_app(core: Core, options: OpenAIOptions) -> Starlette:
         PoolingApi(resolver),
         TokenizationApi(resolver),
         ModelControlApi(core),
-        ModelsApi(resolver),
+        ModelsApi(resolver, lists_all=options.triton_compatibility),
         LoraAdaptersApi(resolver),
         HealthApi(core),
     )
@@ -69,7 +69,7 @@ def create_app(core: Core, options: OpenAIOptions) -> Starlette:
 
     groups: dict[str, list[Route]] = {}
     for resource in resources:
-        for operation, route in routes_of(resource, core, options.max_body_size):
+        for operation, route in routes_of(resource, core, options):
             if operation.group != "metrics" or options.metrics:
                 groups.setdefault(operation.group, []).append(route)
     limit_rates(groups["inference"], options.access)
@@ -77,7 +77,11 @@ def create_app(core: Core, options: OpenAIOptions) -> Starlette:
         restrict(routes, group, options)
     app = Starlette(
         routes=[*(route for routes in groups.values() for route in routes), *_document_routes(options)],
-        exception_handlers={HTTPException: _on_http_exception},
+        exception_handlers={
+            HTTPException: _on_http_exception_like_triton
+            if options.triton_compatibility
+            else _on_http_exception
+        },
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
@@ -107,6 +111,14 @@ def _document_routes(options: OpenAIOptions) -> list[Route]:
         return HTMLResponse(redoc_page())
 
     return [Route("/openapi.json", openapi), Route("/docs", docs), Route("/redoc", redoc)]
+
+
+async def _on_http_exception_like_triton(request: Request, error: Exception) -> Response:
+    """Send errors of unknown paths and methods in the format of Triton's OpenAI front end."""
+    assert isinstance(error, HTTPException)
+    response = error_response(ApiError(error.status_code, str(error.detail)), like_triton=True)
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

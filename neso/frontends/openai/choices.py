@@ -28,6 +28,7 @@ from neso.generation import (
     TokenLogprobs,
     Usage,
 )
+from neso.generation.pooling import MAX_TASKS_PER_TURN
 
 if TYPE_CHECKING:
     from neso.frontends.openai.model_resolver import ResolvedModel
@@ -82,7 +83,7 @@ class Choice(ABC):
 
     @abstractmethod
     def stream(self, completion: Completion) -> list[dict[str, Any]]:
-        """Return the chunk choices for newly generated text: zero or more."""
+        """Return the chunk choices of one step: at least one if it has tokens."""
 
     @abstractmethod
     def add(self, completion: Completion) -> None:
@@ -217,7 +218,7 @@ class ChoicesResponse:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _chunks(self, number: int, output: GenerationOutput) -> bytes:
-        """Return the events for an output of prompt `number`; empty if it has no text to send yet."""
+        """Return the events for an output of prompt `number`; empty if it has no tokens."""
         self._record(number, output)
         chunks = b""
         for completion in output.outputs:
@@ -298,9 +299,13 @@ async def merge(
             errors.append(error)
         queue.put_nowait(None)
 
-    pumps = [asyncio.create_task(pump(index, generator)) for index, generator in enumerate(generators)]
-    running = len(pumps)
+    pumps: list[asyncio.Task[None]] = []
+    running = len(generators)
     try:
+        for index, generator in enumerate(generators):
+            pumps.append(asyncio.create_task(pump(index, generator)))
+            if index % MAX_TASKS_PER_TURN == MAX_TASKS_PER_TURN - 1:
+                await asyncio.sleep(0)
         while running:
             item = await queue.get()
             if errors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -162,7 +163,7 @@ class CompletionsApi:
                 model.language_model.max_model_len,
                 add_special_tokens=request.add_special_tokens is not False,
             )
-            for prompt in _prompts(request)
+            for prompt in await _read_prompts(request)
         ]
         records = [
             PromptRecord(request, _prompt_text(prompt, tokenizer) if request.echo else "")
@@ -208,9 +209,11 @@ class CompletionChoice(Choice):
 
     def stream(self, completion: Completion) -> list[dict[str, Any]]:
         self.add(completion)
-        has_news = any(self._text) or (self._logprobs is not None and not self._logprobs.is_empty)
-        if not has_news and self.finish_reason is None:
-            return []  # part of a character, or of a possible stop string
+        has_logprobs = self._logprobs is not None and not self._logprobs.is_empty
+        if not (completion.token_ids or any(self._text) or has_logprobs or self.finish_reason is not None):
+            return []
+        # Also sent without text, which is held back while it can be part of a character or of a stop string: clients
+        # measure the times between tokens.
         return [self.whole()]
 
     def add(self, completion: Completion) -> None:
@@ -250,6 +253,11 @@ class CompletionChoice(Choice):
             self._prompt_fields_sent = True
             choice |= self._prompt.fields()
         return choice
+
+
+async def _read_prompts(request: CompletionRequest) -> list[Prompt]:
+    """Like `_prompts`, but decodes prompt embeddings in a thread to keep the event loop responsive."""
+    return await asyncio.to_thread(_prompts, request) if request.prompt_embeds else _prompts(request)
 
 
 def _prompts(request: CompletionRequest) -> list[Prompt]:

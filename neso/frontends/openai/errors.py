@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -15,6 +15,8 @@ from neso.server.errors import ErrorCode, ServerError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+    from neso.frontends.transport.http1 import Rejection
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +35,20 @@ _TYPE = {400: "invalid_request_error", 404: "not_found_error", 503: "service_una
 
 
 class ApiError(Exception):
-    """An error response: HTTP status, and the fields of OpenAI's error object."""
+    """An error response: HTTP status, and the fields of OpenAI's error object.
+
+    `validation`: pydantic's errors of an invalid body.
+    """
 
     def __init__(
-        self, status: int, message: str, *, type: str = "", param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "",
+        param: str | None = None,
+        code: str | None = None,
+        validation: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -44,11 +56,23 @@ class ApiError(Exception):
         self.type = type or _TYPE.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.param = param
         self.code = code
+        self.validation = validation
 
     def body(self) -> bytes:
         """Return the JSON body of an error response, which is also the data of an error event in a stream."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
+
+
+def triton_error(error: ApiError) -> tuple[int, bytes]:
+    """Return the status and the body of an error in the format of Triton's OpenAI front end.
+
+    Like FastAPI, it answers an invalid body with 422 and pydantic's errors.
+    """
+    if error.validation:
+        details = [{**entry, "loc": ["body", *entry["loc"]]} for entry in error.validation]
+        return 422, orjson.dumps({"detail": details}, default=str)
+    return error.status, orjson.dumps({"detail": error.message})
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
@@ -67,7 +91,7 @@ def prompt_too_long(param: str, error: PromptTooLong) -> ApiError:
     return invalid(
         param,
         f"This model's maximum context length is {error.max_model_len} tokens, of which at least one must be left for "
-        f"the output; '{param}' is {error.num_tokens} tokens long.",
+        f"the output; '{param}' is {error.length} tokens long.",
         "context_length_exceeded",
     )
 
@@ -90,16 +114,23 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, "The server had an error while processing the request.")
 
 
-def http_error_body(status: int, message: str) -> bytes:
-    """Return the body of an error sent by the HTTP server, such as for a malformed or too large request."""
+def rejection_response(rejection: Rejection) -> tuple[int, bytes]:
+    """Return status and body of an error of the HTTP server, such as for a malformed or too large request."""
+    status, message = rejection.status, rejection.message
     code = {413: "content_too_large"}.get(status)
     hint = ", which --http-max-input-size sets" if status == 413 else ""
-    return ApiError(status, f"{message[:1].upper()}{message[1:]}{hint}.", code=code).body()
+    return status, ApiError(status, f"{message[:1].upper()}{message[1:]}{hint}.", code=code).body()
 
 
 def validation_error(error: ValidationError) -> ApiError:
     """Create an error 400 for pydantic's first error; `param` is the path of the field, such as `messages[0].role`."""
     errors = error.errors(include_url=False, include_input=False)
+    api_error = _first_error(errors)
+    api_error.validation = errors
+    return api_error
+
+
+def _first_error(errors: Sequence[Any]) -> ApiError:
     first = errors[0]
     # For a union, the branch with the deepest error is most likely the intended branch.
     of_same_field = [entry for entry in errors if entry["loc"][:1] == first["loc"][:1]]

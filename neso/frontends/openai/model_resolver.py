@@ -20,13 +20,13 @@ from neso.frontends.openai.model_tokenizers import (
     open_tokenizer,
     read_chat_template,
 )
-from neso.frontends.openai.tensor_models.language_model import UNLIMITED_LENGTH, TensorLanguageModel
+from neso.frontends.openai.tensor_models.language_model import TensorLanguageModel
 from neso.frontends.openai.tensor_models.request_tensors import (
     accepts_adapter,
     accepts_adapter_number,
     unsupported_reason,
 )
-from neso.generation import LanguageModel, PoolingModel, SupportsLora, TokenizerLike
+from neso.generation import UNLIMITED_LENGTH, LanguageModel, PoolingModel, SupportsLora, TokenizerLike
 from neso.generation.pooling import pool_all
 from neso.generation.request import TASK_PREFIX
 from neso.server.errors import NotFound, Unavailable
@@ -137,6 +137,10 @@ class ModelResolver:
             raise invalid("model", f"The model '{name}' does not support embeddings or scores.")
         return ResolvedPoolingModel(model, pooling_model)
 
+    def find_model(self, name: str) -> Model:
+        """Return the model of that name. Raises `ApiError` and `ServerError`."""
+        return self._find(name)
+
     def find_text_model(self, name: str) -> Model:
         """Return the model of that name if it accepts text. Raises `ApiError` and `ServerError`."""
         model = self._find(name)
@@ -146,13 +150,15 @@ class ModelResolver:
 
     def text_models(self) -> list[Model]:
         """Return the ready models that accept text, by name."""
-        found = {}
-        for model in self._core.models():
-            accepts_text = (
-                model.language_model or model.pooling_model or not unsupported_reason(model.signature)
-            )
-            if accepts_text and model.ready():
-                found[model.name] = model
+        return [
+            model
+            for model in self.ready_models()
+            if model.language_model or model.pooling_model or not unsupported_reason(model.signature)
+        ]
+
+    def ready_models(self) -> list[Model]:
+        """Return the ready models by name, each in its latest version."""
+        found = {model.name: model for model in self._core.models() if model.ready()}
         return [found[name] for name in sorted(found)]
 
     def max_model_len(self, model: Model) -> int | None:
@@ -205,7 +211,7 @@ class ModelResolver:
         try:
             return self._core.model(name)
         except (NotFound, Unavailable) as error:
-            if not self._core.live() or self._is_loading(name):
+            if self._core.stopping or self._is_loading(name):
                 raise  # 503: the client can retry
             problem = "does not exist" if isinstance(error, NotFound) else "is not loaded"
             raise ApiError(

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 from neso.engine.text.tokenizer import NO_TOKENIZER, NoTokenizer
-from neso.frontends.openai.tensor_models.language_model import UNLIMITED_LENGTH
-from neso.generation import InvalidParameter, TokenizerLike
+from neso.generation import UNLIMITED_LENGTH, InvalidParameter, TokenizerLike
 from neso.generation.language_model import TokenBytes
 from neso.server.config.model_config import string_parameter
 from neso.server.errors import ServerError

@@ -110,16 +110,18 @@ class UnloadLoraAdapterRequest(BaseModel):
 
 
 class ModelsApi:
-    """`GET /v1/models` and `GET /v1/models/{model}`."""
+    """`GET /v1/models` and `GET /v1/models/{model}`. `lists_all`: also models that do not accept text."""
 
-    def __init__(self, resolver: ModelResolver) -> None:
+    def __init__(self, resolver: ModelResolver, *, lists_all: bool = False) -> None:
         self._resolver = resolver
+        self._lists_all = lists_all
         self._created = int(time.time())
 
     @operation("GET", "/v1/models", tag=_TAG, response=ModelList, errors=(500,), group=_GROUP)
     async def list_models(self, context: RequestContext) -> ModelList:
         """List the models that accept text."""
-        cards = [self._card(model) for model in self._resolver.text_models()]
+        models = self._resolver.ready_models() if self._lists_all else self._resolver.text_models()
+        cards = [self._card(model) for model in models]
         known = self._resolver.adapters()
         for name, adapter in known.items():  # under its adapter name if that is unambiguous
             if name == adapter.name or adapter.name not in known:
@@ -141,7 +143,8 @@ class ModelsApi:
         adapter = self._resolver.adapter(name)
         if adapter is not None:
             return self._adapter_card(name, adapter)
-        return self._card(self._resolver.find_text_model(name))
+        find = self._resolver.find_model if self._lists_all else self._resolver.find_text_model
+        return self._card(find(name))
 
     def _adapter_card(self, name: str, adapter: Adapter) -> ModelCard:
         card = self._card(adapter.model)

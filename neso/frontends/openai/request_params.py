@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -18,7 +19,7 @@ from neso.generation import (
     SamplingDefaults,
     SamplingParams,
     TokenizerLike,
-    encode_text,
+    cut_text,
 )
 from neso.generation.guided_decoding import NAMES, read_guided_decoding
 
@@ -183,10 +184,15 @@ async def truncate_prompt(
             "truncate_prompt_tokens",
             f"'truncate_prompt_tokens' must be -1 or from 1 to {max_model_len - 1}, got {num_tokens}.",
         )
-    ids = prompt
-    if isinstance(prompt, str):
-        ids = await encode_text(tokenizer, prompt, add_special_tokens=add_special_tokens)
-    return ids[-(max_model_len - 1 if num_tokens < 0 else num_tokens) :]
+    kept = max_model_len - 1 if num_tokens < 0 else num_tokens
+    if not isinstance(prompt, str):
+        return prompt[-kept:]
+
+    def encode_end() -> list[int]:
+        text, _ = cut_text(tokenizer, prompt, kept, from_end=True)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)[-kept:]
+
+    return await asyncio.to_thread(encode_end)
 
 
 def generation_request(

@@ -20,9 +20,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from neso.frontends.openai.access.api_keys import request_key
-from neso.frontends.openai.errors import ApiError, to_api_error, validation_error
+from neso.frontends.openai.errors import ApiError, to_api_error, triton_error, validation_error
 
 if TYPE_CHECKING:
+    from neso.frontends.openai_options import OpenAIOptions
     from neso.server.core import Core
     from neso.server.tracing import Trace
 
@@ -121,12 +122,12 @@ def operations_of(resource: type) -> Iterator[tuple[str, Operation]]:
             yield name, declared
 
 
-def routes_of(resource: Any, core: Core, max_body_size: int) -> list[tuple[Operation, Route]]:
+def routes_of(resource: Any, core: Core, options: OpenAIOptions) -> list[tuple[Operation, Route]]:
     """Return the routes of `resource`'s operations."""
     return [
         (declared, Route(path, endpoint, methods=[declared.method]))
         for name, declared in operations_of(type(resource))
-        for endpoint in [Endpoint(declared, getattr(resource, name), core, max_body_size)]
+        for endpoint in [Endpoint(declared, getattr(resource, name), core, options)]
         for path in declared.paths
     ]
 
@@ -135,12 +136,17 @@ class Endpoint:
     """The ASGI application of an operation: reads the body, calls the handler, sends the response."""
 
     def __init__(
-        self, operation: Operation, handler: Callable[..., Awaitable[Any]], core: Core, max_body_size: int
+        self,
+        operation: Operation,
+        handler: Callable[..., Awaitable[Any]],
+        core: Core,
+        options: OpenAIOptions,
     ) -> None:
         self._operation = operation
         self._handler = handler
         self._core = core
-        self._max_body_size = max_body_size
+        self._max_body_size = options.max_body_size
+        self._like_triton = options.triton_compatibility
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic_ns()
@@ -154,7 +160,7 @@ class Endpoint:
             except ClientDisconnected:
                 return
             except ApiError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, like_triton=self._like_triton)(scope, receive, send)
                 return
             arguments = (body, context)
             if self._core.tracing.enabled and operation.cancellable:
@@ -179,7 +185,10 @@ class Endpoint:
             elif isinstance(result, str):
                 result = Response(result, media_type=TEXT)
         except Exception as error:
-            result = error_response(to_api_error(error))
+            api_error = to_api_error(error)
+            if self._like_triton and api_error.status == 404 and self._operation.request is not None:
+                api_error.status = 400  # an unknown model in a body
+            result = error_response(api_error, like_triton=self._like_triton)
         if context.trace is not None:
             context.trace.sending("HTTP")
         await result(scope, receive, send)
@@ -195,8 +204,11 @@ class Endpoint:
         return trace
 
 
-def error_response(error: ApiError) -> Response:
-    """Create the response for an error."""
+def error_response(error: ApiError, *, like_triton: bool = False) -> Response:
+    """Create the response for an error, in OpenAI's format or in that of Triton's OpenAI front end."""
+    if like_triton and error.status != 413:  # Triton's front end rejects large bodies in OpenAI's format
+        status, body = triton_error(error)
+        return Response(body, status, media_type="application/json")
     return Response(error.body(), error.status, media_type="application/json")
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
-from neso.frontends.openai.chat.prompt import ToolUse, chat_prompt
+from neso.frontends.openai.chat.prompt import ToolUse, render_chat
 from neso.frontends.openai.chat.schemas import ChatCompletionRequest, ChatMessage, Tool
-from neso.frontends.openai.errors import ApiError, invalid, to_api_error, validation_error
+from neso.frontends.openai.errors import ApiError, invalid, prompt_too_long, to_api_error, validation_error
 from neso.frontends.openai.model_resolver import ModelResolver
 from neso.frontends.openai.routing import RequestContext, operation
 from neso.frontends.openai.schemas import TokenId
-from neso.generation import InvalidParameter, TokenizerLike, encode_text
+from neso.generation import UNLIMITED_LENGTH, InvalidParameter, PromptTooLong, TokenizerLike, encode_text
 
 if TYPE_CHECKING:
     from neso.server.model import Model
@@ -79,21 +79,26 @@ class TokenizationApi:
         model, tokenizer = await self._find(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "Either 'prompt' or 'messages' must be given.")
-        special = request.add_special_tokens
+        special, max_model_len = request.add_special_tokens, self._resolver.max_model_len(model)
         try:
             if request.prompt is not None:
                 prompt, special = request.prompt, special is not False
             else:
-                prompt, special = _render_chat(request, request.model or model.name, tokenizer), bool(special)
-            tokens = await encode_text(tokenizer, prompt, add_special_tokens=special)
+                prompt = await _render_chat(request, request.model or model.name, tokenizer)
+                special = bool(special)
+            tokens = await encode_text(
+                tokenizer, prompt, add_special_tokens=special, max_model_len=max_model_len or UNLIMITED_LENGTH
+            )
             texts = None
             if request.return_token_strs:
                 texts = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+        except PromptTooLong as error:
+            raise prompt_too_long("messages" if request.prompt is None else "prompt", error) from None
         except InvalidParameter as error:
             raise to_api_error(error) from None
         return {
             "count": len(tokens),
-            "max_model_len": self._resolver.max_model_len(model),
+            "max_model_len": max_model_len,
             "tokens": tokens,
             "token_strs": texts,
         }
@@ -130,7 +135,7 @@ class TokenizationApi:
         return resolved.model, resolved.tokenizer
 
 
-def _render_chat(request: TokenizeRequest, name: str, tokenizer: TokenizerLike) -> str:
+async def _render_chat(request: TokenizeRequest, name: str, tokenizer: TokenizerLike) -> str:
     fields = request.model_dump(
         include={
             "messages",
@@ -145,7 +150,7 @@ def _render_chat(request: TokenizeRequest, name: str, tokenizer: TokenizerLike) 
         chat = ChatCompletionRequest.model_validate({"model": name, **fields})
     except ValidationError as error:
         raise validation_error(error) from None
-    prompt, images = chat_prompt(chat, ToolUse.of_chat(chat), tokenizer)
+    prompt, images = await render_chat(chat, ToolUse.of_chat(chat), tokenizer)
     if images:
         raise ApiError(400, "Chats with images cannot be tokenized.", param="messages")
     return prompt

@@ -1,10 +1,13 @@
-"""TCP and TLS settings shared by the servers."""
+"""TCP and TLS settings shared by the servers, and limits on the number of connections."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import ssl
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -30,3 +33,64 @@ def enable_tcp_keepalive(transport: asyncio.BaseTransport) -> None:
     raw = transport.get_extra_info("socket")
     if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+class ConnectionLimits:
+    """Limits the connections in all and those of each client address. Several servers of a process may share one.
+
+    An IPv6 client usually has a network of 64 bits, which counts as one address. Connections without an IP address are
+    limited in all only.
+    """
+
+    def __init__(self, max_connections: int = 4096, max_per_address: int = 1024) -> None:
+        self.max_connections = max_connections
+        self.max_per_address = max_per_address
+        self._count = 0
+        self._by_address: Counter[bytes] = Counter()
+
+    def admit(self, transport: asyncio.BaseTransport) -> Admission | None:
+        """Count a new connection. Returns None if a limit is reached; the server then closes it."""
+        address = _network(transport.get_extra_info("peername"))
+        if self._count >= self.max_connections:
+            return None
+        if address is not None:
+            if self._by_address[address] >= self.max_per_address:
+                return None
+            self._by_address[address] += 1
+        self._count += 1
+        return Admission(self, address)
+
+    def release(self, address: bytes | None) -> None:
+        """Count the end of a connection."""
+        self._count -= 1
+        if address is not None:
+            self._by_address[address] -= 1
+            if not self._by_address[address]:
+                del self._by_address[address]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A connection that is counted by `limits` until `release`."""
+
+    limits: ConnectionLimits
+    address: bytes | None
+
+    def release(self) -> None:
+        """Count the end of the connection."""
+        self.limits.release(self.address)
+
+
+def _network(peer: Any) -> bytes | None:
+    """Return the IPv4 address or the IPv6 /64 network of a socket's peer name, or None for other sockets."""
+    if not isinstance(peer, tuple):
+        return None
+    try:
+        address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is None:
+            return address.packed[:8]
+        address = address.ipv4_mapped
+    return address.packed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from neso.server.config.scheduling import available_gpus, check_scheduling
 from neso.server.errors import InvalidArgument
+from neso.server.repository.names import stays_inside
 from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US
+
+logger = logging.getLogger(__name__)
 
 _FIELDS = ("optimization", "cc_model_filenames", "model_operations", "runtime")
 _FIELDS_OF_INSTANCE_GROUP = ("host_policy", "secondary_devices")
@@ -49,6 +53,8 @@ def parse_bool(text: str) -> bool | None:
     return _BOOLEANS.get(text.strip().lower())
 
 
+TENSORRT_LLM_PLACEHOLDER = "${triton_backend}"
+"""The backend in the template of TensorRT-LLM's model, if it was not filled in."""
 CONFIG_FILENAME = "config.pbtxt"
 CONFIG_FOLDER = "configs"
 
@@ -164,6 +170,8 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
     """Fill in defaults that do not depend on the backend: name, backend, file name, version policy, instance groups."""
     if not config.name:
         config.name = name
+    if config.backend == TENSORRT_LLM_PLACEHOLDER:
+        config.backend = "tensorrtllm"
     if not config.backend and not is_ensemble(config):
         config.backend = _infer_backend(config, version_directory)
     config.platform = config.platform or _PLATFORM_OF_BACKEND.get(config.backend, "")
@@ -172,6 +180,7 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
     )
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
+    _drop_repeated_outputs(config)
     if is_ensemble(config) or config.HasField("ensemble_scheduling"):
         return
     if config.HasField("sequence_batching"):
@@ -188,6 +197,18 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
             group.kind = ModelInstanceGroup.KIND_GPU if group.gpus else ModelInstanceGroup.KIND_CPU
         if group.kind == ModelInstanceGroup.KIND_GPU and not group.gpus:
             group.gpus.extend(available_gpus())
+
+
+def _drop_repeated_outputs(config: ModelConfig) -> None:
+    """Drop outputs that are equal to an earlier one: Triton accepts them, and published repositories have them."""
+    repeated = [i for i, tensor in enumerate(config.output) if tensor in config.output[:i]]
+    for index in reversed(repeated):
+        logger.warning(
+            "model '%s': its configuration lists output '%s' more than once",
+            config.name,
+            config.output[index].name,
+        )
+        del config.output[index]
 
 
 def _infer_backend(config: ModelConfig, version_directory: Path) -> str:
@@ -216,6 +237,8 @@ def check_config(config: ModelConfig, name: str) -> None:
             "directory name must equal model name"
         )
     _check_schedulers(config)
+    if config.backend == TENSORRT_LLM_PLACEHOLDER:
+        config.backend = "tensorrtllm"
     if not config.backend and not is_ensemble(config):
         raise InvalidArgument(
             f"unexpected platform type '{config.platform}' for {name}"
@@ -233,6 +256,19 @@ def check_config(config: ModelConfig, name: str) -> None:
                 raise InvalidArgument(f"model {kind} '{tensor.name}' is specified more than once for {name}")
             seen.add(tensor.name)
     check_scheduling(config)
+    _check_filenames(config)
+
+
+def _check_filenames(config: ModelConfig) -> None:
+    names = [("default_model_filename", config.default_model_filename)]
+    names += [
+        (f"cc_model_filenames['{key}']", filename) for key, filename in config.cc_model_filenames.items()
+    ]
+    for field, filename in names:
+        if not stays_inside(filename):
+            raise InvalidArgument(
+                f"{field} '{filename}' must stay inside the version folder of model '{config.name}'"
+            )
 
 
 def differ_in_instances_only(old: ModelConfig, new: ModelConfig) -> bool:

@@ -110,12 +110,20 @@ def to_numpy(owner: Any, what: str = "the object") -> npt.NDArray[Any]:
         return array.view(BFLOAT16) if relabelled.was_bfloat16 else array
 
 
-def export(array: npt.NDArray[Any], **options: Any) -> Any:
-    """Return the DLPack capsule of an array; `options` as for `__dlpack__`."""
-    if array.dtype != BFLOAT16:
-        return array.__dlpack__(**options)
-    capsule = array.view(np.uint16).__dlpack__(**options)
-    _tensor(capsule).dtype.code = _BFLOAT
+class _OwnedArray(np.ndarray[Any, Any]):
+    """An array whose DLPack capsules keep `owner` alive."""
+
+    owner: Any = None
+
+
+def export(array: npt.NDArray[Any], owner: Any, **options: Any) -> Any:
+    """Return the DLPack capsule of an array, which keeps `owner` alive; `options` as for `__dlpack__`."""
+    is_bfloat16 = array.dtype == BFLOAT16
+    exported = (array.view(np.uint16) if is_bfloat16 else array).view(_OwnedArray)
+    exported.owner = owner
+    capsule = exported.__dlpack__(**options)
+    if is_bfloat16:
+        _tensor(capsule).dtype.code = _BFLOAT
     return capsule
 
 

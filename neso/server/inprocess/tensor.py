@@ -286,7 +286,7 @@ class Tensor:
             return self._gpu.__dlpack__(**options)
         if self._host.datatype is DataType.BYTES:
             raise InvalidArgument("DLPack has no BYTES tensors, use to_bytes_array() or to_string_array()")
-        return dlpack.export(self._host.array, **options)
+        return dlpack.export(self._host.array, self, **options)
 
     def __dlpack_device__(self) -> tuple[Any, Any]:
         owner = self._gpu if self._host is None else self._host.array

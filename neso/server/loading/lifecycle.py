@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from neso.server.backend import ModelContext
 from neso.server.config.model_config import differ_in_instances_only, is_ensemble
-from neso.server.errors import InternalError, ServerError
-from neso.server.loading.loader import ModelPlan, plan_model, warm_up
+from neso.server.errors import InternalError, ServerError, Unavailable
+from neso.server.loading.loader import ModelPlan, backend_settings, plan_model, warm_up
 from neso.server.loading.model_table import UNLOADED, LoadLocks, ModelRecord, ModelTable, VersionSlot
 from neso.server.memory import release_memory
 from neso.server.metadata import ModelState
 from neso.server.metrics.latency import ModelLatencies, first_response_histogram
-from neso.server.model import Model
+from neso.server.model import Model, unload_backend
 from neso.server.options import ServerOptions
 from neso.server.rate_limiter.limiter import LimitedInstances
 from neso.server.repository.source import ModelSource, find_versions
@@ -131,14 +131,24 @@ class ModelLifecycle:
         return not known
 
     async def unload(self, id: str, timeout: float | None) -> None:
-        """Unload all versions of a model once their requests in flight have ended."""
-        async with self._locks.lock(id):
+        """Unload all versions of a model once their requests in flight have ended; see `Model.unload`.
+
+        Raises `Unavailable` if the model is still being loaded after `timeout` seconds.
+        """
+        lock = self._locks.lock(id)
+        try:
+            await asyncio.wait_for(lock.acquire(), timeout)
+        except asyncio.TimeoutError:
+            raise Unavailable(f"model '{id}' cannot be unloaded: it is still being loaded") from None
+        try:
             record = self._table.get(id)
             if record is None:
                 return
             record.explicit, record.wanted = False, None
             if await self._unload(record, timeout, UNLOADED) and not self._ending:
                 await asyncio.to_thread(release_memory)
+        finally:
+            lock.release()
 
     async def forget(self, id: str) -> None:
         """Remove a model from the table after it was unloaded."""
@@ -162,7 +172,23 @@ class ModelLifecycle:
     async def unload_all(self, timeout: float | None) -> None:
         """Unload all models, including replaced ones, when the server stops."""
         self._ending = True
-        await asyncio.gather(*(self.unload(record.id, timeout) for record in self._table), *self._retiring)
+        unloads = (self.unload(record.id, timeout) for record in self._table)
+        results = await asyncio.gather(*unloads, self._end_retiring(timeout), return_exceptions=True)
+        for result in results:
+            if isinstance(result, ServerError):
+                logger.error(result.message)
+            elif isinstance(result, BaseException):
+                raise result
+
+    async def _end_retiring(self, timeout: float | None) -> None:
+        """Wait for the replaced models; unload them at once after `timeout` seconds."""
+        if not self._retiring:
+            return
+        _, pending = await asyncio.wait(self._retiring, timeout=timeout)
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
 
     async def _load_all(
         self, record: ModelRecord, source: ModelSource, *, keep_old: bool
@@ -274,7 +300,7 @@ class ModelLifecycle:
             directory=plan.directory,
             version_directory=plan.versions[version],
             statistics=statistics,
-            backend_config=self._core.options.backend_config.get(config.backend, {}),
+            backend_config=backend_settings(config.backend, self._core.options),
             namespace=plan.source.namespace,
             limited=limited,
         )
@@ -284,6 +310,9 @@ class ModelLifecycle:
             model = Model(context, backend)
             await warm_up(context, backend, model.signature)
             return model
+        except asyncio.CancelledError:  # the server stops
+            await unload_backend(backend, 0)
+            raise
         except BaseException:
             await backend.unload()
             raise
@@ -315,7 +344,11 @@ class ModelLifecycle:
         record.slots = dict(sorted(slots.items()))
 
     async def _retire(self, model: Model, slot: VersionSlot | None) -> None:
-        await self._unload_model(model, self._core.options.unload_timeout)
+        try:
+            await self._unload_model(model, self._core.options.replace_timeout)
+        except asyncio.CancelledError:  # the server stops
+            await self._unload_model(model, 0)
+            raise
         del model
         if slot is not None and slot.state is ModelState.UNLOADING:
             slot.close()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.server.backend import Backend, ModelContext, find_backend
+from neso.server.backend import Backend, ModelContext, find_backend, python_based_file
 from neso.server.config.model_config import (
     check_config,
     complete_config,
@@ -62,9 +62,9 @@ def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
     complete_config(config, source.name, newest)
     check_config(config, source.name)
     chosen = choose_versions(versions, config.version_policy, source.name)
-    backend = find_backend("ensemble" if is_ensemble(config) else config.backend)
+    backend = find_backend("ensemble" if is_ensemble(config) else config.backend, options.backend_directory)
     if not options.disable_auto_complete_config:
-        settings = options.backend_config.get(config.backend, {})
+        settings = backend_settings(config.backend, options)
         backend.auto_complete(config, directory, directory / str(chosen[-1]), settings)
         check_config(config, source.name)
     for check in options.config_checks:
@@ -75,6 +75,14 @@ def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
         )
     folders = {version: directory / str(version) for version in chosen}
     return ModelPlan(source, directory, config, backend, folders, agents)
+
+
+def backend_settings(name: str, options: ServerOptions) -> dict[str, str]:
+    """Return the settings of a backend from `--backend-config`. Python-based backends have those of `python` too."""
+    settings = options.backend_config.get(name, {})
+    if python_based_file(name, options.backend_directory) is None:
+        return settings
+    return {**options.backend_config.get("python", {}), **settings}
 
 
 def _find_config(source: ModelSource, options: ServerOptions) -> Any:

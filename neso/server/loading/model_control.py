@@ -112,15 +112,16 @@ class ModelControl:
     # -- loading on request -------------------------------------------------------------------------------------
 
     def _requested(self, name: str, config: str | None, files: dict[str, bytes] | None) -> list[ModelSource]:
-        if files:
-            return [source_of_files(name, config, files)]
+        failed = f"failed to load '{name}', failed to poll from model repository"
         try:
+            if files:
+                return [source_of_files(name, config, files)]
             sources = self._find(name)
+            return sources if config is None else [source.with_config(config) for source in sources]
         except NotFound:
-            raise InternalError(
-                f"failed to load '{name}', failed to poll from model repository: model not found"
-            ) from None
-        return sources if config is None else [source.with_config(config) for source in sources]
+            raise InternalError(f"{failed}: model not found") from None
+        except ServerError as error:
+            raise ServerError(f"{failed}: {error.message}", error.code) from None
 
     def _find(self, name: str) -> list[ModelSource]:
         return [self._added[name]] if name in self._added else self._repositories.find(name)

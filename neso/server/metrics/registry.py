@@ -179,6 +179,9 @@ def metric_lines(metric: Metric) -> Iterator[str]:
                 name = total
             yield f"# HELP {name} {_escape(metric.documentation)}\n# TYPE {name} {metric.type}\n"
         labels = sample.labels
+        if "le" in labels:
+            # prometheus-client writes "10.0", Triton "10".
+            labels = {**labels, "le": format_number(float(labels["le"]))}
         text = labels.text if isinstance(labels, LabelSet) else _format_labels(labels)
         yield f"{sample.name}{text} {format_number(sample.value)}\n"
 

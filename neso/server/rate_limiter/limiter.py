@@ -133,6 +133,9 @@ class RateLimiter:
     def __init__(self, limits: tuple[ResourceLimit, ...] = ()) -> None:
         self._resources = Resources(limits)
         self._asking: dict[_Instance, LimitedInstances] = {}  # in order of request
+        self._released: dict[
+            LimitedInstances, None
+        ] = {}  # ordered set: executions ended since the last grants
         self._turn = 0
         self._dispatcher = Dispatcher(self._grant)
 
@@ -151,6 +154,11 @@ class RateLimiter:
         return limited
 
     def _grant(self) -> None:
+        # The models whose executions have ended ask first if they have more requests. Otherwise an instance that waits
+        # would always be next, whatever its turn.
+        released, self._released = self._released, {}
+        for owner in released:
+            owner.on_release()
         kept: set[ResourceKey] = set()
         for instance in sorted(self._asking, key=lambda instance: instance.turn):
             if kept.isdisjoint(instance.needs) and self._resources.fit(instance.needs):
@@ -173,17 +181,20 @@ class RateLimiter:
         instance.turn += instance.priority
         instance.state = _State.EXECUTING
 
-    def _end(self, instance: _Instance) -> None:
+    def _end(self, instance: _Instance, owner: LimitedInstances) -> None:
         """End an execution, or the wait for an execution."""
         if instance.state is _State.ASKING:
             del self._asking[instance]
         elif instance.state is not _State.IDLE:
             self._resources.give_back(instance.needs)
+        if instance.state is _State.EXECUTING:
+            self._released[owner] = None
         instance.state = _State.IDLE
         self._dispatcher.wake()  # this also removes its reservation
 
     def _forget(self, owner: LimitedInstances) -> None:
         self._resources.forget(owner)
+        self._released.pop(owner, None)
         self._dispatcher.wake()
 
 
@@ -191,10 +202,13 @@ class LimitedInstances:
     """The instances of one model, by index, used by the scheduler of the model.
 
     `on_grant` is called when a requested instance can start; the scheduler then calls `take` or `withdraw`.
+    `on_release` is called after executions have ended, before other instances are granted; the scheduler then calls
+    `take` for its next execution, if any.
     """
 
     def __init__(self, limiter: RateLimiter, instances: list[_Instance]) -> None:
         self.on_grant: Callable[[], None] = lambda: None
+        self.on_release: Callable[[], None] = lambda: None
         self._limiter = limiter
         self._instances = instances
 
@@ -217,7 +231,7 @@ class LimitedInstances:
     def withdraw(self, number: int) -> None:
         """Cancel the request for this instance."""
         if self._instances[number].state in (_State.ASKING, _State.GRANTED):
-            self._limiter._end(self._instances[number])
+            self._limiter._end(self._instances[number], self)
 
     def withdraw_all(self) -> None:
         """Cancel all requests for instances."""
@@ -227,11 +241,11 @@ class LimitedInstances:
     def release(self, number: int) -> None:
         """End an execution."""
         if self._instances[number].state is _State.EXECUTING:
-            self._limiter._end(self._instances[number])
+            self._limiter._end(self._instances[number], self)
 
     def close(self) -> None:
         """Release all resources when the model is unloaded. Idempotent."""
         for instance in self._instances:
             if instance.state is not _State.IDLE:
-                self._limiter._end(instance)
+                self._limiter._end(instance, self)
         self._limiter._forget(self)

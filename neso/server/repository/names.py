@@ -9,9 +9,12 @@ from neso.server.errors import InvalidArgument
 
 def check_model_name(name: str) -> None:
     """Raise `InvalidArgument` for a name that could refer to a path outside the repository."""
-    if not name or name in (".", "..") or any(character in name for character in "/\\\0"):
+    trimmed = name.strip()
+    if not trimmed:
+        raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
+    if trimmed in (".", "..") or any(character in name for character in "/\\\0"):
         raise InvalidArgument(
-            f"invalid model name '{name}', it must be the name of a folder of the repository"
+            f"invalid model name '{name}', model name must not contain path traversal characters"
         )
 
 
@@ -21,4 +24,4 @@ def stays_inside(filename: str) -> bool:
     Checks only the name, because the configuration can come from a client. Links in the folder are trusted.
     """
     path = Path(filename)
-    return not path.is_absolute() and ".." not in path.parts
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in filename

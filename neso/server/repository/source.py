@@ -156,9 +156,7 @@ class ModelSource:
 def source_of_files(name: str, config: str | None, files: Mapping[str, bytes]) -> ModelSource:
     """Create the source of a model whose files are in the load request. Blocks. Raises `InvalidArgument`."""
     if config is None:
-        raise InvalidArgument(
-            f"failed to load '{name}', override of model directory requires the model config as well"
-        )
+        raise InvalidArgument(f"override of the folder of model '{name}' requires the model config as well")
     message = config_from_json(config)
     scratch = _write_files(files)
     return ModelSource(name, Path(scratch.name), config=message, overridden=True, scratch=scratch)
@@ -176,9 +174,18 @@ def _write_files(files: Mapping[str, bytes]) -> Scratch:
     return scratch
 
 
+_MAX_FILE_DEPTH = 64
+"""Maximum number of nested folders of a file in a load request."""
+
+
 def _write_file(root: Path, key: str, content: bytes) -> None:
     try:
-        path = (root / key.removeprefix("file:")).resolve()
+        name = key.removeprefix("file:").lstrip("/")
+        if name.count("/") > _MAX_FILE_DEPTH:
+            raise InvalidArgument(
+                f"invalid file name '{key[:100]}', it has more than {_MAX_FILE_DEPTH} folders"
+            )
+        path = (root / name).resolve()
         if not path.is_relative_to(root) or path == root:
             raise InvalidArgument(f"invalid file name '{key}', it must stay inside the model's folder")
         path.parent.mkdir(parents=True, exist_ok=True)

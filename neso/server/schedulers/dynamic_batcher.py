@@ -53,10 +53,14 @@ class Dispatcher:
         self._stopped = True
         self.wake_at(())
 
-    def _run(self) -> None:
-        self._woken = False
+    def dispatch_now(self) -> None:
+        """Dispatch, unless stopped."""
         if not self._stopped:
             self._dispatch()
+
+    def _run(self) -> None:
+        self._woken = False
+        self.dispatch_now()
 
 
 class BatchChoice(NamedTuple):
@@ -70,42 +74,50 @@ NO_BATCH = BatchChoice([])
 
 
 class BatchChooser:
-    """Decides when a batch is complete: at the largest preferred size, when it cannot grow (`max_size`, or the next
-    request is incompatible), or when its oldest request has waited for the delay.
+    """Decides when a batch is complete, in this order:
+
+    - At a preferred size, which it executes immediately; the largest that the waiting requests reach.
+    - When the next request would exceed the largest preferred size, or cannot be added.
+    - When its oldest request has waited for the delay. It then has all waiting requests that fit.
     """
 
     def __init__(self, signature: Signature, max_size: int, preferred: Iterable[int], delay_us: int) -> None:
         """Create a chooser. `max_size` and `preferred` are batch sizes; a single request can be larger."""
         self._signature = signature
         self._max_size = max_size
-        self._preferred = sorted(size for size in preferred if size <= max_size)
-        self._largest = self._preferred[-1] if self._preferred else max_size
+        self._preferred = frozenset(size for size in preferred if size <= max_size)
+        self._largest = max(self._preferred, default=max_size)
         self._delay_ns = 1000 * delay_us
 
     def choose(self, waiting: Iterable[ResponseStream]) -> BatchChoice:
         """Choose a batch: a prefix of the waiting requests, which are in execution order."""
         batch: list[ResponseStream] = []
-        size, best, best_size, can_grow = 0, 0, 0, True
+        size, preferred_count, can_grow = 0, 0, True
         for stream in waiting:
-            if batch and (
-                size + stream.batch_size > self._max_size
-                or not self._signature.batches_with(batch[0].request, stream.request)
-            ):
-                can_grow = False
-                break
+            grown = size + stream.batch_size
+            if batch:
+                if grown > self._largest and not preferred_count:
+                    preferred_count = len(batch)
+                if grown > self._max_size or not self._signature.batches_with(
+                    batch[0].request, stream.request
+                ):
+                    can_grow = False
+                    break
             batch.append(stream)
-            size += stream.batch_size
+            size = grown
             if size in self._preferred:
-                best, best_size = len(batch), size
+                preferred_count = len(batch)
             if size >= self._max_size:
-                can_grow = False
                 break
         if not batch:
             return NO_BATCH
-        chosen = batch[:best] if best else batch
-        if not can_grow or best_size == self._largest:
-            return BatchChoice(chosen)
-        return after_delay(chosen, batch, self._delay_ns)
+        after = after_delay(batch, batch, self._delay_ns)
+        delay_is_over = bool(self._delay_ns and after.batch)
+        if preferred_count and not delay_is_over:
+            return BatchChoice(batch[:preferred_count])
+        if not can_grow or size >= self._largest:
+            return BatchChoice(batch)
+        return after
 
 
 def after_delay(batch: list[ResponseStream], waiting: Sequence[ResponseStream], delay_ns: int) -> BatchChoice:
@@ -145,6 +157,7 @@ class DynamicBatcher:
         self._limited = limited
         if limited is not None:
             limited.on_grant = self._dispatcher.wake
+            limited.on_release = self._dispatcher.dispatch_now
 
     def submit(self, stream: ResponseStream) -> None:
         """Queue a request, or reject it."""

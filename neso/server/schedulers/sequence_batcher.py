@@ -1,8 +1,9 @@
 """Sequence batching: the requests of a sequence are executed by the same instance, one at a time and in order.
 
 A sequence starts with START and holds a slot of an instance until its END is executed, or until it has been idle for
-`max_sequence_idle_microseconds`. Sequences without a slot wait in a backlog. A batch has at most one request of a
-sequence. Driven by arriving requests, ends of executions and requests, and one timer.
+`max_sequence_idle_microseconds`. Sequences without a slot wait in a backlog, at most until a request times out. A
+batch has at most one request of a sequence. Driven by arriving requests, ends of executions and requests, and one
+timer.
 
 An iterative sequence is a single request that the backend executes repeatedly, each time in a new batch, until its
 final response.
@@ -18,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from neso.server.errors import Cancelled, InvalidArgument
+from neso.server.errors import Cancelled, InvalidArgument, Unavailable
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.rate_limiter.limiter import LimitedInstances
@@ -62,6 +63,9 @@ class SequenceBatcher:
         self._busy = [False] * num_instances
         self._sequences: dict[int | str, Sequence] = {}
         self._idle: dict[Sequence, int] = {}  # with their deadlines, in ascending order
+        self._expiring: dict[
+            Sequence, None
+        ] = {}  # ordered set; in the backlog, or were when a request was added
         self._running: dict[ResponseStream, Sequence] = {}
         self._fills_slots = self._controls.has_ready_input and not batching.HasField("oldest")
         self._iterative_ids = count(1) if batching.iterative_sequence else None
@@ -69,6 +73,7 @@ class SequenceBatcher:
         self._limited = limited
         if limited is not None:
             limited.on_grant = self._dispatcher.wake
+            limited.on_release = self._dispatcher.dispatch_now
 
     def submit(self, stream: ResponseStream) -> None:
         """Queue a request, or reject it."""
@@ -84,6 +89,7 @@ class SequenceBatcher:
         stream.on_close = partial(self._closed, stream, sequence, stream.on_close)
         sequence.ended = stream.request.sequence_end
         sequence.waiting.append(stream)
+        self._note_timeout(sequence, stream)
         self._idle.pop(sequence, None)
         stream.fail_on_cancel_while_queued()
         if self._iterative_ids is not None:
@@ -161,7 +167,7 @@ class SequenceBatcher:
 
     def _dispatch(self) -> None:
         self._forget_idle()
-        times: list[int | None] = []
+        times: list[int | None] = [self._reject_expired()]
         for instance in range(len(self._slots)):
             choice = self._choose(instance)
             if self._may_begin(instance, choice.batch):
@@ -282,6 +288,8 @@ class SequenceBatcher:
                 # The id starts a new sequence, at the end of the backlog.
                 self._slots.leave(sequence)
                 self._slots.enter(sequence)
+                for stream in sequence.waiting:
+                    self._note_timeout(sequence, stream)
         elif sequence.begun:
             self._idle[sequence] = time.monotonic_ns() + self._idle_ns
         else:
@@ -303,6 +311,29 @@ class SequenceBatcher:
                 return
             logger.debug("sequence %s of model '%s' was idle too long", sequence.id, self._model)
             self._forget(sequence)
+
+    def _note_timeout(self, sequence: Sequence, stream: ResponseStream) -> None:
+        if sequence.instance is None and stream.request.timeout_us:
+            expires = stream.timeline.queue_start + 1000 * stream.request.timeout_us
+            sequence.expires = expires if sequence.expires is None else min(sequence.expires, expires)
+            self._expiring[sequence] = None
+
+    def _reject_expired(self) -> int | None:
+        """Reject all requests of sequences that have timed out in the backlog. Returns the time of the next timeout."""
+        now = time.monotonic_ns()
+        for sequence in tuple(self._expiring):
+            if sequence.instance is not None or not sequence.waiting or sequence.expires is None:
+                del self._expiring[sequence]
+                sequence.expires = None
+            elif sequence.expires <= now:
+                del self._expiring[sequence]
+                sequence.expires = None
+                rejected = sequence.take_first_sequence()
+                for stream in sequence.waiting:
+                    self._note_timeout(sequence, stream)
+                for stream in rejected:
+                    stream.reject(Unavailable("timeout of the corresponding sequence has been expired"))
+        return min((sequence.expires for sequence in self._expiring if sequence.expires), default=None)
 
     def _ends(self, stream: ResponseStream) -> bool:
         """Return whether the sequence ends with this request, or never started because its START was not executed."""

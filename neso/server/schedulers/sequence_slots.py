@@ -26,6 +26,7 @@ class Sequence:
     - begun: a START was executed, and no END after it
     - ended: the last accepted request has END
     - instance, slot: instance and index of its slot; None while it is in the backlog
+    - expires: when the first waiting request times out in the backlog, in ns of the monotonic clock; None for never
     """
 
     id: int | str
@@ -38,12 +39,22 @@ class Sequence:
     ended: bool = False
     instance: int | None = None
     slot: int | None = None
+    expires: int | None = None
     states: States = field(default_factory=dict)
 
     @property
     def next(self) -> ResponseStream | None:
         """Return the request that can be executed now, if any."""
         return self.waiting[0] if self.waiting and self.running is None else None
+
+    def take_first_sequence(self) -> list[ResponseStream]:
+        """Remove and return the waiting requests up to the first END; the following ones start a new sequence."""
+        taken = []
+        while self.waiting:
+            taken.append(self.waiting.popleft())
+            if taken[-1].request.sequence_end:
+                break
+        return taken
 
 
 class SequenceSlots:

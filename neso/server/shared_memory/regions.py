@@ -41,13 +41,13 @@ class SharedMemoryWindow:
     offset: int
     byte_size: int
 
-    def read(self, name: str, datatype: DataType, shape: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, datatype: DataType, shape: tuple[int, ...], model: str = "") -> Tensor:
         """Read a tensor in the binary tensor format. Raises `InvalidArgument` if the size does not match the shape.
 
         Fixed-size types are read-only views of host memory; client writes during the request are visible.
         """
         data = self.region.read(self.offset, self.byte_size)
-        tensor = Tensor.from_wire(name, datatype, shape, data)
+        tensor = Tensor.from_wire(name, datatype, shape, data, model)
         if tensor.array.flags.aligned:
             return tensor
         return replace(tensor, array=tensor.array.copy())  # some backends require aligned arrays

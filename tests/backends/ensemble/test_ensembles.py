@@ -265,6 +265,39 @@ async def test_steps_after_a_decoupled_step_run_per_response(server: Server) -> 
         await core.stop()
 
 
+@pytest.mark.parametrize("policy", ["", "model_transaction_policy { decoupled: false }"])
+async def test_ensemble_is_decoupled_if_a_step_is(server: Server, policy: str) -> None:
+    server.repository.add("repeat", REPEAT, REPEAT_TENSORS)
+    server.add_ensemble(step("repeat", {"COUNT": "COUNT"}, {"OUT": "OUT"}), tensors=REPEAT_TENSORS)
+    path = server.repository.path / "all" / "config.pbtxt"
+    path.write_text(path.read_text().replace("model_transaction_policy { decoupled: true }", policy))
+    model = (await server.start()).model("all")
+    assert model.decoupled and model.config.model_transaction_policy.decoupled
+    responses = await collect(ask(model, COUNT=np.array([3], np.int32)))
+    assert [response.output("OUT").array.tolist() for response in responses[:-1]] == [[0], [1], [2]]
+    assert responses[-1].flag_only
+
+
+async def test_ensemble_without_decoupled_steps_is_not_decoupled(server: Server) -> None:
+    server.add_ensemble(
+        step("plus1", {"IN": "IN"}, {"OUT": "OUT"}), extra="model_transaction_policy { decoupled: true }"
+    )
+    model = (await server.start()).model("all")
+    assert not model.decoupled and not model.config.model_transaction_policy.decoupled
+    (response,) = await collect(ask(model, IN=floats(1)))
+    assert response.final and response.output("OUT").array.tolist() == [2]
+
+
+async def test_output_listed_twice_is_one_output(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    twice = IDENTITY_TENSORS + 'output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }'
+    server.add_ensemble(step("plus1", {"IN": "IN"}, {"OUT": "OUT"}), tensors=twice)
+    model = (await server.start()).model("all")
+    assert [output.name for output in model.metadata().outputs] == ["OUT"]
+    assert "model 'all': its configuration lists output 'OUT' more than once" in caplog.text
+    (response,) = await collect(ask(model, IN=floats(1)))
+    assert [tensor.name for tensor in response.outputs] == ["OUT"]
+
+
 async def test_failing_step_fails_only_its_request(server: Server) -> None:
     server.add_ensemble(
         step("plus1", {"IN": "IN"}, {"OUT": "first"}), step("plus10", {"IN": "first"}, {"OUT": "OUT"})
@@ -355,3 +388,126 @@ async def test_nested_ensembles(server: Server) -> None:
     server.add_ensemble(step("inner", {"IN": "IN"}, {"OUT": "a"}), step("inner", {"IN": "a"}, {"OUT": "OUT"}))
     (response,) = await collect(ask((await server.start()).model("all"), IN=floats(1)))
     assert response.output("OUT").array.tolist() == [3]
+
+
+SHAPES = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    \"\"\"Returns its input, and the number of dimensions that it has.\"\"\"
+    def execute(self, requests):
+        arrays = [request.inputs()[0].as_numpy() for request in requests]
+        return [
+            pb_utils.InferenceResponse([
+                pb_utils.Tensor("OUT", array),
+                pb_utils.Tensor("RANK", np.full(array.shape, array.ndim, np.int32)),
+            ])
+            for array in arrays
+        ]
+"""
+SHAPES_TENSORS = """
+input { name: "IN" data_type: TYPE_FP32 dims: [ 2 ] }
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 2 ] }, { name: "RANK" data_type: TYPE_INT32 dims: [ 2 ] } ]
+"""
+RANKS = """
+input { name: "IN" data_type: TYPE_FP32 dims: [ 2 ] }
+output [
+  { name: "OUT" data_type: TYPE_FP32 dims: [ 2 ] },
+  { name: "FIRST" data_type: TYPE_INT32 dims: [ 2 ] },
+  { name: "SECOND" data_type: TYPE_INT32 dims: [ 2 ] }
+]
+"""
+
+
+@pytest.mark.parametrize("ensemble_batches", [False, True])
+@pytest.mark.parametrize("first_batches", [False, True])
+@pytest.mark.parametrize("second_batches", [False, True])
+async def test_batch_dimension_is_added_and_removed_between_steps(
+    server: Server, ensemble_batches: bool, first_batches: bool, second_batches: bool
+) -> None:
+    for name, batches in (("first", first_batches), ("second", second_batches)):
+        server.repository.add(name, SHAPES, f"max_batch_size: {4 * batches} {SHAPES_TENSORS}")
+    server.add_ensemble(
+        step("first", {"IN": "IN"}, {"OUT": "a", "RANK": "FIRST"}),
+        step("second", {"IN": "a"}, {"OUT": "OUT", "RANK": "SECOND"}),
+        tensors=f"max_batch_size: {4 * ensemble_batches} {RANKS}",
+    )
+    model = (await server.start()).model("all")
+    row = floats(1, 2)
+    given = row[None] if ensemble_batches else row
+    (response,) = await collect(ask(model, IN=given))
+    assert response.error is None, response.error
+    assert response.output("OUT").array.tolist() == given.tolist()
+    assert (response.output("FIRST").array == 1 + first_batches).all()
+    assert (response.output("SECOND").array == 1 + second_batches).all()
+    assert {tensor.shape for tensor in response.outputs} == {given.shape}
+
+
+async def test_batch_size_above_one_does_not_fit_a_step_without_batching(server: Server) -> None:
+    server.repository.add("single", SHAPES, SHAPES_TENSORS)
+    server.add_ensemble(
+        step("single", {"IN": "IN"}, {"OUT": "OUT"}),
+        tensors="max_batch_size: 4 " + IDENTITY_TENSORS.replace("-1", "2"),
+    )
+    model = (await server.start()).model("all")
+    (response,) = await collect(ask(model, IN=np.ones((2, 2), np.float32)))
+    assert response.error is not None and "unexpected shape for input 'IN'" in response.error.message
+
+
+async def test_dimension_is_not_removed_between_models_that_do_not_batch(server: Server) -> None:
+    server.repository.add("single", SHAPES, SHAPES_TENSORS)
+    server.add_ensemble(
+        step("single", {"IN": "IN"}, {"OUT": "OUT"}),
+        tensors=IDENTITY_TENSORS.replace("dims: [ -1 ]", "dims: [ -1, 2 ]"),
+    )
+    model = (await server.start()).model("all")
+    (response,) = await collect(ask(model, IN=np.ones((1, 2), np.float32)))
+    assert response.error is not None and "unexpected shape for input 'IN'" in response.error.message
+
+
+LABELLED = """
+input { name: "IN" data_type: TYPE_FP32 dims: [ 2 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ 2 ] label_filename: "labels.txt" }
+"""
+
+
+async def test_classification_uses_labels_of_the_step(server: Server) -> None:
+    folder = server.repository.add("classify", config=LABELLED)
+    (folder / "labels.txt").write_text("cat\ndog\n")
+    tensors = LABELLED.replace('label_filename: "labels.txt"', "")
+    server.add_ensemble(step("classify", {"IN": "IN"}, {"OUT": "OUT"}), name="inner", tensors=tensors)
+    server.add_ensemble(step("inner", {"IN": "IN"}, {"OUT": "OUT"}), tensors=tensors)
+    server.add_ensemble(step("inner", {"IN": "IN"}, {"OUT": "OUT"}), name="renamed", tensors=LABELLED)
+    (server.repository.path / "renamed" / "labels.txt").write_text("chat\nchien\n")
+    core = await server.start()
+    for name, expected in (("inner", b"dog"), ("all", b"dog"), ("renamed", b"chien")):
+        request = InferenceRequest(
+            name, {"IN": Tensor.from_numpy("IN", floats(0, 1))}, classification={"OUT": 1}
+        )
+        (response,) = await collect(core.model(name).submit(request))
+        assert response.output("OUT").array.tolist() == [b"1.000000:1:" + expected]
+
+
+async def test_statistics_are_sums_of_the_steps(server: Server) -> None:
+    server.add_ensemble(
+        step("plus1", {"IN": "IN"}, {"OUT": "a"}),
+        step("plus10", {"IN": "a"}, {"OUT": "OUT"}),
+        name="inner",
+    )
+    server.add_ensemble(step("inner", {"IN": "IN"}, {"OUT": "a"}), step("slow", {"IN": "a"}, {"OUT": "OUT"}))
+    core = await server.start()
+    model = core.model("all")
+    stream = ask(model, IN=floats(1))
+    assert model.pending_count == 0
+    await collect(stream)
+    found = {name: core.model(name).statistics.snapshot() for name in ("all", "plus1", "plus10", "slow")}
+    for stage in ("compute_input", "compute_infer", "compute_output"):
+        durations = {name: stats["inference_stats"][stage]["ns"] for name, stats in found.items()}
+        steps = durations["plus1"] + durations["plus10"] + durations["slow"]
+        assert 0 < steps <= durations["all"]
+        (batch,) = found["all"]["batch_stats"]
+        assert batch[stage] == {"count": 1, "ns": durations["all"]}
+    stats = found["all"]["inference_stats"]
+    compute = sum(stats[f"compute_{stage}"]["ns"] for stage in ("input", "infer", "output"))
+    assert compute + stats["queue"]["ns"] <= stats["success"]["ns"]

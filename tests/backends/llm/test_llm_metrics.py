@@ -142,9 +142,9 @@ async def test_tensorrt_llm_families(tmp_path, kind):
         assert found["kv_cache_block_metrics"]["max"] == 64 == found["kv_cache_block_metrics"]["free"]
         if kind == "V1":
             assert found["v1_metrics"] == {
-                "total_context_tokens": 0,
-                "total_generation_tokens": 1,
-                "empty_generation_slots": 64,
+                "total_context_tokens": 5,
+                "total_generation_tokens": 3,
+                "empty_generation_slots": 0,
             }
             assert "inflight_batcher_metrics" not in found
         else:

@@ -118,9 +118,12 @@ async def test_unexpected_error_ends_the_call(serve, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ('call("nope")', "2: Request for unknown model: 'nope' is not found"),
+        (
+            'call("nope")',
+            "2: Model nope - Error when running inference: Request for unknown model: 'nope' is not found",
+        ),
         ('call("double", model_version=7)', "'double' version 7 is not found"),
-        ('call("double", name="WHAT")', "3: [request id: <id_unknown>] unexpected inference input 'WHAT'"),
+        ('call("double", name="WHAT")', "[request id: <id_unknown>] unexpected inference input 'WHAT'"),
         ('call("double", kind=np.int8)', "data-type is 'INT8', but model 'double' expects 'FP32'"),
         ('call("repeat", "COUNT", [3], np.int32)', "Please use 'decoupled=True'"),
         ('call("")', "needs a model_name"),
@@ -159,6 +162,85 @@ async def test_decoupled_responses_in_a_coroutine(serve):
         return [answer(*found)]
 """)
     assert await outcome(core) == [0, 1, 2]
+
+
+async def test_blocking_iteration_of_asynchronous_calls(serve):
+    core = await serve("""
+    async def execute(self, requests):
+        calls = [call("repeat", "COUNT", [n], np.int32).async_exec(decoupled=True) for n in (2, 3)]
+        return [answer(*(v for responses in await asyncio.gather(*calls) for r in responses for v in values(r)))]
+""")
+    assert await outcome(core) == [0, 1, 0, 1, 2]
+
+
+FORKING = """
+    def execute(self, requests):
+        import multiprocessing
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            return [answer(*pool.map({function}, range(4)))]
+
+def double(number):
+    (value,) = values(call("double", value=[number]).exec())
+    return value
+
+def count(number):
+    return sum(v for r in call("repeat", "COUNT", [number], np.int32).exec(decoupled=True) for v in values(r))
+
+def fail(number):
+    return call("nope").exec().error().code() + pb_utils.is_model_ready("double") * 10
+
+def metric(number):
+    try:
+        pb_utils.MetricFamily("m", "d", pb_utils.MetricFamily.COUNTER)
+    except pb_utils.TritonModelException as error:
+        return "not in forks" in error.message()
+
+async def call_in_coroutine(number):
+    responses = await asyncio.gather(*(call("double", value=[number]).async_exec() for _ in range(3)))
+    return sum(values(r)[0] for r in responses)
+
+def run_coroutine(number):
+    return asyncio.run(call_in_coroutine(number))
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("double", [0, 2, 4, 6]),
+        ("count", [0, 0, 1, 3]),
+        ("fail", [12, 12, 12, 12]),
+        ("metric", [1, 1, 1, 1]),
+        ("run_coroutine", [0, 6, 12, 18]),
+    ],
+)
+async def test_calls_from_forked_processes(serve, function, expected):
+    core = await serve(FORKING.replace("{function}", function))
+    for _ in range(2):
+        assert await outcome(core) == expected
+
+
+async def test_fork_in_another_thread_cannot_call(serve):
+    core = await serve("""
+    def execute(self, requests):
+        found = []
+        thread = threading.Thread(target=lambda: found.extend(pool_of_one()))
+        thread.start()
+        thread.join()
+        return [answer(*found)]
+
+def pool_of_one():
+    import multiprocessing
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.map(try_to_call, [1])
+
+def try_to_call(number):
+    try:
+        call("double").exec()
+    except pb_utils.TritonModelException as error:
+        return "can only be called in the threads that run the model" in error.message()
+""")
+    assert await outcome(core) == [1]
 
 
 async def test_cancelling_a_call(serve):

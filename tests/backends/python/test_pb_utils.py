@@ -115,9 +115,91 @@ def test_serialization_of_bytes_tensors():
     data = pb_utils.serialize_byte_tensor(array)
     assert data == b"\x01\0\0\0a\x03\0\0\0b\xc3\xbc"
     assert pb_utils.deserialize_bytes_tensor(data).tolist() == [b"a", "bü".encode()]
-    assert pb_utils.serialize_byte_tensor(np.array([], np.object_)) is None
+    assert pb_utils.serialize_byte_tensor(np.array([], np.object_)) == b""
+    assert pb_utils.deserialize_bytes_tensor(b"").tolist() == []
+    assert pb_utils.serialize_byte_tensor(np.array([1])) is None
     with pytest.raises(pb_utils.TritonModelException):
         pb_utils.deserialize_bytes_tensor(data[:-1])
+
+
+def test_constants():
+    assert pb_utils.TRITON_STRING_TO_NUMPY["TYPE_STRING"] is np.object_
+    assert pb_utils.TRITON_STRING_TO_NUMPY["TYPE_BOOL"] is bool
+    assert pb_utils.TRITON_STRING_TO_NUMPY["TYPE_FP16"] is np.float16
+    assert pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL == 1
+    assert pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE == 2
+    assert pb_utils.Logger.LogLevel.WARNING is pb_utils.Logger.WARNING
+
+
+REQUEST = {"inputs": [pb_utils.Tensor("A", np.zeros(1))], "requested_output_names": ["O"], "model_name": "m"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"inputs": None},
+        {"inputs": [np.zeros(1)]},
+        {"model_name": None},
+        {"model_name": 7},
+        {"requested_output_names": None},
+        {"requested_output_names": [None]},
+        {"correlation_id": None},
+        {"correlation_id": 1.5},
+        {"request_id": None},
+        {"model_version": None},
+        {"model_version": "1"},
+        {"flags": None},
+        {"timeout": None},
+    ],
+    ids=str,
+)
+def test_request_arguments_of_a_wrong_type(wrong):
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        pb_utils.InferenceRequest(**{**REQUEST, **wrong})
+
+
+def test_missing_tensors_are_rejected():
+    with pytest.raises(pb_utils.TritonModelException, match="inputs must not contain None"):
+        pb_utils.InferenceRequest(**{**REQUEST, "inputs": [None]})
+    with pytest.raises(pb_utils.TritonModelException, match="output_tensors must not contain None"):
+        pb_utils.InferenceResponse([None])
+    with pytest.raises(TypeError, match="output_tensors must be a list"):
+        pb_utils.InferenceResponse(None)
+    pb_utils.InferenceRequest(**{**REQUEST, "inputs": [], "requested_output_names": []})
+
+
+def test_names_can_be_elements_of_bytes_tensors():
+    name = np.array([b"add"], np.object_)[0]
+    request = pb_utils.InferenceRequest(**{**REQUEST, "model_name": name, "requested_output_names": [b"O"]})
+    assert (request.model_name(), request.requested_output_names()) == ("add", ["O"])
+    assert pb_utils.Tensor(b"A", np.zeros(1)).name() == "A"
+
+
+def test_tensor_arguments_of_a_wrong_type():
+    for name, array in ((None, np.zeros(1)), ("A", None), ("", None), ("A", [1])):
+        with pytest.raises(TypeError):
+            pb_utils.Tensor(name, array)
+    with pytest.raises(pb_utils.TritonModelException, match="cannot be an empty string"):
+        pb_utils.Tensor("", np.zeros(1))
+    for name in ("A", ""):
+        with pytest.raises(pb_utils.TritonModelException):
+            pb_utils.Tensor.from_dlpack(name, None)
+
+
+def test_error_arguments_of_a_wrong_type():
+    for arguments in ((None,), ("m", None), ("m", 99)):
+        with pytest.raises(TypeError):
+            pb_utils.TritonError(*arguments)
+
+
+def test_logger_arguments_of_a_wrong_type():
+    logger = pb_utils.Logger
+    for log in (logger.log, logger.log_info, logger.log_warn, logger.log_error, logger.log_verbose):
+        with pytest.raises(TypeError, match="message must be a str"):
+            log(None)
+    for level in (None, 1):
+        with pytest.raises(TypeError, match=r"level must be a pb_utils\.LogLevel"):
+            logger.log("m", level)
 
 
 def test_config_lookup_by_name():
@@ -177,8 +259,10 @@ def test_model_config_setters():
     config.set_model_transaction_policy({"decoupled": True})
     values = config.as_dict()
     assert len(values["input"]) == len(values["output"]) == 1 and values["dynamic_batching"] == {}
+    assert values["input"][0]["optional"] is True
     for wrong in (
         lambda: config.add_input({"name": "A", "data_type": "TYPE_INT64", "dims": [1]}),
+        lambda: config.add_input({"name": "A", "data_type": "TYPE_INT32", "dims": [1], "optional": False}),
         lambda: config.add_input({"name": "B"}),
         lambda: config.add_output({"name": "B", "data_type": "TYPE_INT8", "dims": [1], "x": 1}),
         lambda: config.set_max_batch_size(2),

@@ -148,7 +148,8 @@ async def test_undeclared_outputs_are_dropped(serve, caplog):
         ("raise pb_utils.TritonModelException('as told')", "message: as told"),
         ("return []", "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
         ("return [answer(1), answer(2)]", "InferenceResponse(s) size is:2"),
-        ("return None", "Expected a list in the execute return, found type 'NoneType'"),
+        ("return None", "released a request without a final response"),
+        ("return 7", "Expected a list in the execute return, found type 'int'"),
         ("return ['x']", "found type 'str'"),
         ("return [None]", "released a request without a final response"),
         ("return [pb_utils.InferenceResponse([3])]", "must hold pb_utils.Tensor objects, got int"),
@@ -265,8 +266,8 @@ async def test_sender_validates_its_arguments(serve):
         for args in [(), (3,), (answer(1), 7)]:
             try:
                 sender.send(*args)
-            except pb_utils.TritonModelException as error:
-                said.append(error.message())
+            except (pb_utils.TritonModelException, TypeError) as error:
+                said.append(str(error))
         sender.send(tell(said), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         try:
             sender.send(answer(1))
@@ -278,6 +279,7 @@ async def test_sender_validates_its_arguments(serve):
     (response,) = await collect(ask(model))
     said = json.loads(response.output("OUT").strings()[0])
     assert len(said) == 3 and "flag is set to zero" in said[0] and "Unsupported flag" in said[2]
+    assert said[1] == "response must be a pb_utils.InferenceResponse, got int"
 
 
 async def test_sender_without_decoupling(serve):
@@ -286,19 +288,47 @@ async def test_sender_without_decoupling(serve):
         + """
     def execute(self, requests):
         sender = requests[0].get_response_sender()
-        if requests[0].inputs()[0].as_numpy()[0] == 2:
-            sender.send(answer(1))
-            sender.send(answer(2))
+        kind = requests[0].inputs()[0].as_numpy()[0]
+        if kind == 0:
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         sender.send(answer(1))
+        if kind == 2:
+            sender.send(answer(2))
+        if kind == 3:
+            return [answer(3)]
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         return [None]
 """
     )
     model = await serve(code)
-    (response,) = await collect(ask_slow(model))
-    assert response.final and response.output("OUT").array.tolist() == [1]
-    (response,) = await collect(ask(model, IN=np.array([2], np.float32)))
-    assert response.error is not None and "exactly one response" in response.error.message
+    for kind in (1, 2, 3):  # the client has its response before the model fails
+        (response,) = await collect(ask(model, IN=np.array([kind], np.float32)))
+        assert response.final and response.output("OUT").array.tolist() == [1]
+    (response,) = await collect(ask(model, IN=np.array([0], np.float32)))
+    assert response.error is not None
+    assert "cannot send complete final before sending a response" in response.error.message
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_responses_after_execute_has_returned_none(serve, kind):
+    code = (
+        HEAD
+        + f"""
+    def answer_later(self, senders, released):
+        released.wait()
+        for number, sender in enumerate(senders):
+            sender.send(answer(number), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    {kind} execute(self, requests):
+        senders = [request.get_response_sender() for request in requests]
+        released = threading.Event()
+        threading.Thread(target=self.answer_later, args=(senders, released)).start()
+        threading.Timer(0.05, released.set).start()
+"""
+    )
+    model = await serve(code)
+    for _ in range(2):
+        (response,) = await asyncio.wait_for(collect(ask_slow(model)), 60)
+        assert response.error is None and response.output("OUT").array.tolist() == [0]
 
 
 # Each execution returns once two run concurrently.

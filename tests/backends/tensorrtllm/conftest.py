@@ -47,11 +47,14 @@ class Served:
     def backend(self) -> Any:
         return self.core.model(NAME)._backend
 
-    async def responses(self, inputs: Outputs, id: str = "") -> list[Outputs]:
+    async def responses(
+        self, inputs: Outputs, id: str = "", parameters: dict[str, Any] | None = None
+    ) -> list[Outputs]:
         """Return the responses to a request; an error is raised."""
         tensors = {name: Tensor.from_numpy(name, array) for name, array in inputs.items()}
         found = []
-        async for response in self.core.model(NAME).submit(InferenceRequest(NAME, tensors, id=id)):
+        request = InferenceRequest(NAME, tensors, id=id, parameters=parameters or {})
+        async for response in self.core.model(NAME).submit(request):
             if response.error is not None:
                 raise response.error
             found.append({tensor.name: tensor.array for tensor in response.outputs})

@@ -216,6 +216,35 @@ async def test_warnings_are_logged(serve_model, caplog):
     assert not any("executor_worker_path" in line or "dynamic_batching" in line for line in logged)
 
 
+@pytest.mark.parametrize("kept", ["0", "1000"])
+async def test_metrics_of_iterations(serve_model, kept):
+    served = await serve_model(iter_stats_max_iterations=kept)
+    await served.tokens(length=2)
+    rendered = (await served.core.render_metrics()).decode()
+    assert ("nv_trt_llm_general_metrics{" in rendered) == (kept != "0")
+    assert "vllm:num_requests_running{" in rendered
+
+
+async def test_metrics_of_static_batches(serve_model):
+    """Sums over the sequences of the last batch."""
+    served = await serve_model(gpt_model_type="V1")
+    await served.tokens([5, 6, 7], length=9)
+    await served.tokens([5, 6, 7, 8, 9], length=20)
+    rendered = (await served.core.render_metrics()).decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in rendered if line.startswith("nv_trt_llm_v1_metrics{"))
+    named = {name.split('v1_specific_metric="')[1].split('"')[0]: value for name, value in values.items()}
+    assert named == {
+        "total_context_tokens": "5",
+        "total_generation_tokens": "20",
+        "empty_generation_slots": "0",
+    }
+
+
+async def test_unfilled_backend_of_the_template(serve_model, greedy):
+    served = await serve_model(change=lambda text: text.replace('"tensorrtllm"', '"${triton_backend}"'))
+    assert await served.tokens() == greedy()
+
+
 async def test_invalid_value_makes_the_model_unavailable(serve_model):
     served = await serve_model(max_beam_width="wide")
     assert served.reason == (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "engine" / "lora"))
 from checkpoints import VOCAB_SIZE, load_oracle
 from medusa_files import HIDDEN, NUM_HEADS, VOCAB, head_tensors, write_heads
 from peft_adapters import greedy_with, write_adapter
+from safetensors.numpy import save_file
 from test_bad_adapters import as_tensors
 from trtllm_repository import PROMPT
 
@@ -106,8 +108,92 @@ async def test_prompt_embedding_table(serve_model, checkpoint):
     assert await served.tokens(ids, **given, **extra) == expected
     with pytest.raises(ServerError, match="prompt_vocab_size: is 5, but prompt_embedding_table has 4 rows"):
         await served.tokens(ids, **given | {"prompt_vocab_size": row(5)})
-    with pytest.raises(ServerError, match=f"input_ids: token {VOCAB_SIZE} is not in the vocabulary"):
-        await served.tokens(ids)
+
+
+@pytest.mark.parametrize("token", [VOCAB_SIZE, 2**31 - 1, -5])
+async def test_embedding_of_a_token_outside_the_vocabulary_is_zero(serve_model, caplog, token):
+    served = await serve_model()
+    zeros = {"prompt_embedding_table": np.zeros((1, 1, 48), np.float16), "prompt_vocab_size": row(1)}
+    expected = await served.tokens([VOCAB_SIZE, *PROMPT, VOCAB_SIZE], **zeros)
+    assert await served.tokens([token, *PROMPT, token]) == expected != await served.tokens([0, *PROMPT, 0])
+    inputs = {"input_ids": np.array([[token, 3]], np.int32), "input_lengths": row(2)}
+    (response,) = await served.responses(inputs | {"request_output_len": row(1)})
+    assert response["output_ids"][0, 0, :2].tolist() == [token, 3]
+    assert caplog.text.count("input_ids has tokens outside the vocabulary, their embeddings are zero") == 1
+
+
+async def test_table_for_a_prompt_without_virtual_tokens_has_no_effect(serve_model, caplog, greedy):
+    served = await serve_model()
+    assert await served.tokens(prompt_embedding_table=np.ones((1, 2, 48), np.float16)) == greedy()
+    assert "prompt_embedding_table has no effect: input_ids has no virtual tokens" in caplog.text
+
+
+# -- request parameters ---------------------------------------------------------------------------------------------
+
+
+async def test_request_parameters_are_used_as_inputs(serve_model, caplog):
+    served = await serve_model(max_beam_width=2)
+
+    async def tokens(**parameters):
+        (response,) = await served.responses(
+            {
+                "input_ids": np.array([PROMPT], np.int32),
+                "input_lengths": row(len(PROMPT)),
+                "request_output_len": row(LENGTH),
+                "beam_width": row(2),
+            },
+            parameters=parameters,
+        )
+        return response
+
+    assert (await tokens())["output_ids"].shape[1] == 2
+    one = await tokens(num_return_sequences=1, exclude_input_in_output=True)
+    assert one["output_ids"].shape[:2] == (1, 1)
+    assert one["output_ids"].shape[2] <= LENGTH
+    for name in ("len_penalty", "length_penalty"):
+        with pytest.raises(ServerError, match="len_penalty: must be at least -10"):
+            await tokens(**{name: 11})
+    with pytest.raises(ServerError, match="temperature: must be of the type FP32, got 'hot'"):
+        await tokens(temperature="hot")
+    with pytest.raises(ServerError, match="end_id: 3000000000 is out of the range of INT32"):
+        await tokens(end_id=3_000_000_000)
+    for _ in range(2):
+        await tokens(temprature=0.5)
+    assert caplog.text.count("request parameter 'temprature' has no effect") == 1
+
+
+async def test_both_names_of_the_length_penalty(serve_model):
+    served = await serve_model(max_beam_width=2)
+    for name in ("len_penalty", "length_penalty"):
+        with pytest.raises(ServerError, match="len_penalty: must be at least -10"):
+            await served.tokens(**{name: row(11, np.float32)})
+
+
+async def test_penalties_of_any_size(serve_model, greedy):
+    served = await serve_model()
+    penalties = {"presence_penalty": 30.0, "frequency_penalty": -40.0}
+    given = {name: row(value, np.float32) for name, value in penalties.items()}
+    assert await served.tokens(length=20, **given) == greedy(length=20, **penalties) != greedy(length=20)
+
+
+async def test_normalized_log_probs(serve_model):
+    """Those of the tokens that could be sampled; among two, at most one is less likely than the other."""
+    served = await serve_model(normalize_log_probs="true")
+    plain = await serve_model()
+    inputs = {
+        "input_ids": np.array([PROMPT], np.int32),
+        "input_lengths": row(len(PROMPT)),
+        "request_output_len": row(LENGTH),
+        "return_log_probs": row(True, np.bool_),
+        "seed": row(5, np.uint64),
+    }
+    (certain,) = await served.responses(inputs)
+    assert certain["output_log_probs"].tolist() == [[[0.0] * LENGTH]]
+    sampled = inputs | {"runtime_top_k": row(2), "temperature": row(2.0, np.float32)}
+    (normalized,), (full,) = await served.responses(sampled), await plain.responses(sampled)
+    assert normalized["output_ids"].tolist() == full["output_ids"].tolist()
+    assert (normalized["output_log_probs"] > full["output_log_probs"]).all()
+    assert normalized["cum_log_probs"][0, 0] == pytest.approx(normalized["output_log_probs"].sum(), abs=1e-4)
 
 
 async def test_draft_tokens(serve_model, greedy):
@@ -211,6 +297,21 @@ async def test_medusa(serve_model, tmp_path, greedy):
     assert served.backend.engine.stats.drafts.draft_tokens > 0
 
 
+@pytest.mark.parametrize("mode", ["", "top_k_top_p"])
+async def test_medusa_heads_in_the_checkpoint_select_medusa(
+    serve_model, checkpoint, tmp_path, greedy, caplog, mode
+):
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    output = np.random.default_rng(0).normal(size=(VOCAB, HIDDEN)).astype(np.float32)
+    save_file(head_tensors([output] * NUM_HEADS, "medusa_head."), model / "medusa_lm_head.safetensors")
+    served = await serve_model(model, decoding_mode=mode)
+    assert await served.tokens(length=20) == greedy(length=20)
+    assert served.backend.engine.stats.drafts.draft_tokens > 0
+    instead = f" instead of '{mode}'" if mode else ""
+    assert f"decoding_mode is 'medusa'{instead}: the checkpoint has Medusa heads" in caplog.text
+
+
 async def test_both_names_of_min_tokens(serve_model, greedy):
     served = await serve_model()
     end = greedy()[0]
@@ -264,6 +365,9 @@ async def test_token_counts_are_returned(serve_model):
         if sample.name.startswith("nv_llm_")
     }
     buckets = ("10.0", "50.0", "100.0", "500.0", "1000.0", "+Inf")
+    rendered = (await served.core.render_metrics()).decode()
+    labels = 'model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"'
+    assert f'nv_llm_input_token_len_bucket{{{labels},le="10"}} 0' in rendered
     assert [metrics["nv_llm_input_token_len_bucket", le] for le in buckets] == [0, 2, 2, 2, 2, 2]
     assert [metrics["nv_llm_output_token_len_bucket", le] for le in buckets] == [1, 1, 2, 2, 2, 2]
 
@@ -324,11 +428,12 @@ async def test_stop_ends_all_rows_of_a_batch(serve_model, step_pace):
 async def test_failing_row_fails_the_request(serve_model):
     served = await serve_model()
     inputs = {
-        "input_ids": np.array([PROMPT, [999] * 12], np.int32),
+        "input_ids": np.array([PROMPT, PROMPT], np.int32),
+        "end_id": np.array([[-1], [999]], np.int32),
         "input_lengths": np.array([[12], [12]], np.int32),
         "request_output_len": np.array([[400], [400]], np.int32),
     }
-    with pytest.raises(ServerError, match="input_ids: token 999"):
+    with pytest.raises(ServerError, match="end_id: token 999"):
         await served.responses(inputs)
     with pytest.raises(ServerError, match="input_ids: has no rows"):
         await served.responses({name: array[:0] for name, array in inputs.items()})

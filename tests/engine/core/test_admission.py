@@ -67,6 +67,22 @@ def test_a_static_batch_starts_when_the_previous_one_ends():
     assert together == ["ab", "ab", "ab", "b", "b", "b", "cd", "cd"]
 
 
+def test_stats_of_a_static_batch():
+    """They are those of the last batch, also when it has ended."""
+    core = make_core(64, gpt_model_type="V1", max_num_seqs=3)
+    for name, prompt, length in (("a", 2, 3), ("b", 4, 6), ("c", 1, 2), ("d", 5, 4)):
+        core.add(make_request(name, [1] * prompt, max_tokens=length))
+    core.step()
+    first = (7, 11, 3 * 6 - 11)
+    assert core.stats().static_batch == first
+    seen = [core.stats().static_batch]
+    while core.has_work:
+        core.step()
+        seen.append(core.stats().static_batch)
+    assert list(dict.fromkeys(seen)) == [first, (5, 4, 0)]
+    assert make_core(64).stats().static_batch == (0, 0, 0)
+
+
 def test_a_static_batch_is_filled_over_several_steps():
     """Prompts beyond the step's token budget still belong to the batch; later requests do not."""
     core = make_core(

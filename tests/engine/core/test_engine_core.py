@@ -171,7 +171,7 @@ def test_end_token_and_min_tokens():
 @pytest.mark.parametrize(
     ("request_id", "options", "message"),
     [
-        ("big", {"prompt": [1] * 300, "max_tokens": 8}, "308 tokens of KV cache"),
+        ("big", {"prompt": [1] * 300, "max_tokens": 8, "prompt_logprobs": 0}, "308 tokens of KV cache"),
         ("many", {"prompt": [1], "n": 9}, "at most 8 can run"),
         ("twice", {"prompt": [1]}, "in use"),
     ],
@@ -182,6 +182,8 @@ def test_impossible_requests_are_rejected(request_id, options, message):
     (output,) = core.add(make_request(request_id, **options))
     assert output.finish_reason is FinishReason.ERROR
     assert message in output.error
+    assert core.scheduler.num_sync_only == 0
+    assert run(core) == {("twice", 0): expected_tokens([1], 8)}
 
 
 def test_failing_step_fails_only_its_requests(monkeypatch):

@@ -8,9 +8,9 @@ import pytest
 from neso.engine.core.request import EngineRequest
 from neso.engine.sampling.sampler import Sampler
 from neso.engine.sampling.state import SamplingState
-from neso.engine.sampling.token_sampling import INVALID_TOKEN
+from neso.engine.sampling.token_sampling import INVALID_TOKEN, probabilities_of
 from neso.engine.spec_decode.draft import Draft, DraftTree
-from neso.engine.spec_decode.verification import Verified, draw_one, probabilities_of, verify
+from neso.engine.spec_decode.verification import Verified, draw_one, verify
 from neso.generation import SamplingParams
 
 VOCAB = 5

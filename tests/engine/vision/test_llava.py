@@ -180,9 +180,8 @@ def test_invalid_images_are_rejected(llava, prompt, images, message):
     assert caught.value.field == "images"
 
 
-def test_decompressed_size_is_limited(llava, monkeypatch):
-    monkeypatch.setattr("neso.engine.vision.image_processor.MAX_PIXELS", 1000)
-    llm = LLM(llava, runner="reference", num_blocks=32)
+def test_decompressed_size_is_limited(llava):
+    llm = LLM(llava, runner="reference", num_blocks=32, max_image_pixels=1000)
     with pytest.raises(InvalidParameter, match="too large"):
         llm.generate({"prompt": "<image>", "images": [png(picture())]}, GREEDY, progress=False)
 
@@ -194,13 +193,13 @@ def test_too_long_image_is_rejected_before_resizing(llava, monkeypatch, size):
 
     processor = ImageProcessor.from_directory(llava, 28)
     file = png(Image.new("RGB", size))
-    monkeypatch.setattr("neso.engine.vision.image_processor.MAX_PIXELS", 28 * 28 * 8192 - 1)
+    smaller = replace(processor, max_pixels=28 * 28 * 8192 - 1)
     with monkeypatch.context() as patched, pytest.raises(InvalidParameter, match="too long") as caught:
         patched.setattr(Image.Image, "resize", resize)
-        processor.pixels(file)
+        smaller.pixels(file)
     assert caught.value.field == "images"
-    monkeypatch.setattr("neso.engine.vision.image_processor.MAX_PIXELS", 28 * 28 * 8192)
-    assert processor.pixels(file).shape == (28, 28, 3)
+    fitting = replace(processor, max_pixels=28 * 28 * 8192)
+    assert fitting.pixels(file).shape == (28, 28, 3)
 
 
 def test_too_long_prompt_is_rejected_before_reading_images(llava):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from asgi_client import AsgiClient
 from starlette.applications import Starlette
 from starlette.routing import Route
@@ -36,6 +37,40 @@ async def test_get_model(client: AsgiClient) -> None:
     assert answer.status == 404
     assert answer.json()["error"]["code"] == "model_not_found"
     assert "'org/nope'" in answer.json()["error"]["message"]
+
+
+@pytest.fixture
+def like_triton(core: Core) -> AsgiClient:
+    return AsgiClient(create_app(core, OpenAIOptions(triton_compatibility=True, max_body_size=1000)))
+
+
+async def test_triton_compatibility_lists_all_models(client: AsgiClient, like_triton: AsgiClient) -> None:
+    listed = [
+        [card["id"] for card in (await each.get("/v1/models")).json()["data"]]
+        for each in (client, like_triton)
+    ]
+    assert listed == [["scripted"], ["adder", "scripted"]]
+    assert (await client.get("/v1/models/adder")).status == 400
+    assert (await like_triton.get("/v1/models/adder")).json()["id"] == "adder"
+
+
+async def test_triton_compatibility_changes_the_error_format(like_triton: AsgiClient) -> None:
+    path = "/v1/completions"
+    answer = await like_triton.post(path, {"model": "scripted", "prompt": "a", "temperature": "hot"})
+    (error,) = answer.json()["detail"]
+    assert answer.status == 422 and error["loc"] == ["body", "temperature"] and error["msg"]
+    answer = await like_triton.request("POST", path, b"{")
+    assert answer.status == 422 and answer.json()["detail"][0]["type"] == "json_invalid"
+    answer = await like_triton.post(path, {"model": "nope", "prompt": "a"})
+    assert (answer.status, answer.json()) == (400, {"detail": "The model 'nope' does not exist."})
+    answer = await like_triton.post(path, {"model": "adder", "prompt": "a"})
+    assert answer.status == 400 and "not a language model" in answer.json()["detail"]
+    answer = await like_triton.get("/v1/models/nope")
+    assert (answer.status, answer.json()) == (404, {"detail": "The model 'nope' does not exist."})
+    answer = await like_triton.get("/v1/nothing")
+    assert (answer.status, answer.json()) == (404, {"detail": "Not Found"})
+    answer = await like_triton.post(path, {"model": "scripted", "prompt": "a" * 2000})
+    assert answer.status == 413 and answer.json()["error"]["code"] == "content_too_large"
 
 
 async def test_health(client: AsgiClient, core: Core) -> None:

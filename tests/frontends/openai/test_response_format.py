@@ -102,3 +102,46 @@ async def test_forced_calls(
         assert parsed.calls == [(name, '{"city": "Paris"}')] and parsed.content == ""
     schema = {**SCHEMA, "additionalProperties": False}
     assert form["tags"][0]["content"] == {"type": "json_schema", "json_schema": schema}
+
+
+LEGACY_TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<city>", "schema": SCHEMA, "end": "</city>"}],
+    "triggers": ["<city>"],
+}
+TAG = {
+    "type": "tag",
+    "begin": "<city>",
+    "content": {"type": "json_schema", "json_schema": SCHEMA},
+    "end": "</city>",
+}
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        LEGACY_TAG,
+        {
+            "type": "structural_tag",
+            "format": {"type": "triggered_tags", "triggers": ["<city>"], "tags": [TAG]},
+        },
+    ],
+    ids=["structures", "format"],
+)
+async def test_structural_tag_with_tools(
+    client: AsgiClient, script: ScriptedModel, tag: dict[str, Any]
+) -> None:
+    """Free text with tags or calls: one format, because xgrammar supports neither nested structural tags nor free text
+    as an alternative."""
+    asked = await guided(client, script, CHAT, tools=TOOLS, response_format=tag)
+    form = json.loads(asked.structural_tag)["format"]
+    assert form["type"] == "triggered_tags"
+    assert form["triggers"][0] == "<city>" and len(form["triggers"]) == 2
+    assert form["tags"][0]["begin"] == "<city>"
+    assert len(form["tags"]) == 1 + len(TOOLS)
+
+
+async def test_other_structural_tag_with_tools(client: AsgiClient, script: ScriptedModel) -> None:
+    fields = {"tools": TOOLS, "response_format": {"type": "structural_tag", "format": TAG}}
+    form = json.loads((await guided(client, script, CHAT, **fields)).structural_tag)["format"]
+    assert (form["type"], form["elements"][0], len(form["elements"])) == ("or", TAG, 2)

@@ -8,7 +8,13 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.server.config.model_config import check_config, complete_config, differ_in_instances_only
+from neso.server.config.model_config import (
+    check_config,
+    complete_config,
+    config_from_json,
+    differ_in_instances_only,
+    read_config,
+)
 from neso.server.errors import InvalidArgument
 
 
@@ -70,3 +76,28 @@ def test_backend_inference_errors(tmp_path: Path, config: str, reason: str) -> N
 )
 def test_instance_group_differences(other: str, same: bool) -> None:
     assert differ_in_instances_only(parse("name: 'm'"), parse("name: 'm' " + other)) is same
+
+
+@pytest.mark.parametrize("filename", ["../../../x.py", "/etc/x.py", "a/../../x.py", "x\\000.py"])
+@pytest.mark.parametrize(
+    "field", ["default_model_filename: '{}'", "cc_model_filenames {{ key: '7.5' value: '{}' }}"]
+)
+def test_file_names_must_stay_inside_the_version_folder(tmp_path: Path, field: str, filename: str) -> None:
+    message = parse("name: 'm' backend: 'python' " + field.format(filename))
+    complete_config(message, "m", tmp_path)
+    with pytest.raises(InvalidArgument, match="must stay inside the version folder of model 'm'"):
+        check_config(message, "m")
+
+
+def test_file_in_a_folder_of_the_version_is_accepted(tmp_path: Path) -> None:
+    message = parse("name: 'm' backend: 'python' default_model_filename: 'code/model.py'")
+    complete_config(message, "m", tmp_path)
+    check_config(message, "m")
+
+
+def test_integers_out_of_range_are_invalid(tmp_path: Path) -> None:
+    (tmp_path / "config.pbtxt").write_text("max_batch_size: 99999999999999999999999")
+    with pytest.raises(InvalidArgument, match="failed to read text proto"):
+        read_config(tmp_path)
+    with pytest.raises(InvalidArgument, match="failed to parse the model configuration"):
+        config_from_json('{"max_batch_size": 99999999999999999999999}')

@@ -14,7 +14,7 @@ import pytest
 import neso
 from neso.server.errors import InvalidArgument, Unsupported
 from neso.server.inprocess import MemoryBuffer, MemoryType
-from neso.server.inprocess.dlpack import DLDeviceType
+from neso.server.inprocess.dlpack import DLDeviceType, to_numpy
 from neso.server.inprocess.tensor import make_input, parse_device
 from neso.server.tensor import DataType
 
@@ -108,6 +108,20 @@ def test_memory_lives_as_long_as_a_view_of_it():
     assert view.sum() == 7000
     del view
     gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_view_keeps_the_tensor_alive(dtype):
+    class WeaklyReferenced(neso.Tensor):
+        __slots__ = ("__weakref__",)
+
+    tensor = WeaklyReferenced.from_object(np.ones(3, dtype))
+    alive = weakref.ref(tensor)
+    view = to_numpy(tensor)
+    del tensor
+    assert alive() is not None and view.tolist() == [1, 1, 1]
+    del view
     assert alive() is None
 
 

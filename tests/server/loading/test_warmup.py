@@ -125,7 +125,7 @@ async def test_all_data_sources(repository, start_core, kind, source, dtype):
         (sample('dims: [ 1 ] input_data_file: "cold"'), "too cold"),
         (
             sample('dims: [ 2 ] input_data_file: "cold"'),
-            "unexpected total byte size 4 for input 'IN', expecting 8",
+            "input byte size mismatch for input 'IN'. Expected 8, got 4",
         ),
         (sample('dims: [ 1 ] input_data_file: "nope"'), "'nope' of input 'IN': No such file"),
         (sample('dims: [ 1 ] input_data_file: "../config.pbtxt"'), "is not in"),

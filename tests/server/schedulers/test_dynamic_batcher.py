@@ -124,6 +124,52 @@ async def test_a_full_batch_does_not_wait() -> None:
     assert instances.batches == [["a", "b", "c", "d"]]
 
 
+DELAYED = "max_queue_delay_microseconds: 10000000 preferred_batch_size: [2, 6]"
+
+
+@pytest.mark.parametrize("rows", [[2], [6], [7], [1, 1], [1, 5], [3, 3]])
+async def test_a_batch_of_preferred_or_larger_size_does_not_wait(rows: list[int]) -> None:
+    instances = Instances(DELAYED)
+    for number in rows:
+        instances.submit(str(number), number)
+    await settle()
+    assert instances.batches == [[str(number) for number in rows]]
+
+
+async def test_the_rest_of_a_preferred_batch_waits() -> None:
+    instances = Instances(DELAYED, count=2)
+    for name in "abc":
+        instances.submit(name)
+    await settle()
+    assert instances.batches == [["a", "b"]]
+    await settle(10)
+    assert instances.batches == [["a", "b"], ["c"]]
+
+
+async def test_a_batch_does_not_wait_if_the_next_request_exceeds_the_largest_preferred_size() -> None:
+    instances = Instances(DELAYED, count=2)
+    instances.submit("a", 3)
+    await settle(1)
+    assert instances.batches == []
+    instances.submit("b", 4)
+    await settle(1)
+    assert instances.batches == [["a"]]
+    await settle(9)
+    assert instances.batches == [["a"], ["b"]]
+
+
+async def test_after_the_delay_a_batch_has_all_requests_that_fit() -> None:
+    instances = Instances(DELAYED)
+    instances.submit("running", 6)
+    await settle()
+    for name, rows in (("a", 3), ("b", 4), ("c", 1), ("d", 1)):
+        instances.submit(name, rows)
+    await settle(11)
+    instances.finish()
+    await settle()
+    assert instances.batches == [["running"], ["a", "b", "c"]]
+
+
 async def test_different_shapes_are_not_batched() -> None:
     instances = Instances(count=4)
     for name, width in (("a", 2), ("b", 2), ("c", 3), ("d", 2)):

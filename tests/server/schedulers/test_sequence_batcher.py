@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 from virtual_time import run_in_virtual_time
 
-from neso.server.errors import Cancelled, InternalError, InvalidArgument
+from neso.server.errors import Cancelled, InternalError, InvalidArgument, Unavailable
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.schedulers.sequence_batcher import SequenceBatcher
@@ -59,7 +59,9 @@ class Instances:
         self.running[instance] = (batch, done)
         self.batches.append((instance, [stream.request.id for stream in batch]))
 
-    def submit(self, flags: str, name: str = "", width: int = 2, rows: int = 1) -> ResponseStream:
+    def submit(
+        self, flags: str, name: str = "", width: int = 2, rows: int = 1, timeout_us: int = 0
+    ) -> ResponseStream:
         tensor = Tensor.from_numpy("IN", np.zeros((rows, width), np.float32))
         text = flags.lstrip("+-±")
         request = InferenceRequest(
@@ -69,6 +71,7 @@ class Instances:
             sequence_id=int(text) if text.isdigit() else text,
             sequence_start=flags[:1] in ("+", "±"),
             sequence_end=flags[:1] in ("-", "±"),
+            timeout_us=timeout_us,
         )
         stream = ResponseStream(request, batch_size=rows)
         stream.timeline.queue_start = time.monotonic_ns()
@@ -120,6 +123,49 @@ async def test_sequences_without_a_slot_wait() -> None:
     assert await instances.play() == [(0, ["+1"])]
     instances.submit("-1")
     assert await instances.play() == [(0, ["+1"]), (0, ["-1"]), (0, ["+2"]), (0, ["2"])]
+
+
+EXPIRED = "timeout of the corresponding sequence has been expired"
+
+
+async def test_a_sequence_times_out_in_the_backlog() -> None:
+    instances = Instances(size=1)
+    instances.submit("+1", timeout_us=1000)
+    await settle()
+    waiting = [instances.submit("+2", timeout_us=3_000_000), instances.submit("2", timeout_us=1_000_000)]
+    patient = instances.submit("±3")
+    await settle(0.9)
+    assert not any(stream.closed for stream in waiting)
+    await settle(0.2)
+    for stream in waiting:
+        error = await error_of(stream)
+        assert isinstance(error, Unavailable) and error.message == EXPIRED
+        assert stream.failure is FailureReason.REJECTED
+    assert "must specify the START flag" in (await error_of(instances.submit("-2"))).message
+    instances.submit("-1")
+    assert await instances.play() == [(0, ["+1"]), (0, ["-1"]), (0, ["±3"])]
+    assert patient.closed
+
+
+async def test_a_sequence_with_a_slot_does_not_time_out() -> None:
+    instances = Instances(size=1)
+    instances.submit("+1", timeout_us=1000)
+    late = instances.submit("-1", timeout_us=1000)
+    await settle(1)
+    assert not late.closed
+    assert await instances.play() == [(0, ["+1"]), (0, ["-1"])]
+
+
+async def test_only_the_timed_out_sequence_of_an_id_is_rejected() -> None:
+    instances = Instances(size=1)
+    instances.submit("+1")
+    await settle()
+    gone = instances.submit("±2", "gone", timeout_us=1000)
+    instances.submit("±2", "stays", timeout_us=10_000_000)
+    await settle(1)
+    assert (await error_of(gone)).message == EXPIRED
+    instances.submit("-1")
+    assert await instances.play() == [(0, ["+1"]), (0, ["-1"]), (0, ["stays"])]
 
 
 async def test_one_slot_per_instance_without_batching() -> None:
@@ -285,7 +331,7 @@ async def test_oldest_batches_its_candidate_sequences() -> None:
 
 
 async def test_oldest_waits_for_a_preferred_size() -> None:
-    batching = "max_candidate_sequences: 8 preferred_batch_size: [2, 3] max_queue_delay_microseconds: 40000"
+    batching = "max_candidate_sequences: 8 preferred_batch_size: [3, 5] max_queue_delay_microseconds: 40000"
     instances = Instances(f"oldest {{ {batching} }}", size=8)
     for flags in ("+1", "+2"):
         instances.submit(flags)

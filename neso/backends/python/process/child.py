@@ -15,7 +15,7 @@ from pathlib import Path
 
 from neso.backends.python.errors import describe
 from neso.backends.python.model_instance import ModelInstance, WorkItem, WorkQueue
-from neso.backends.python.model_module import load_model_class
+from neso.backends.python.model_module import ModelCode, load_model_class, model_folder
 from neso.backends.python.pb_utils import complete_config
 from neso.backends.python.process.codec import ServerLogHandler, pack_error
 from neso.backends.python.process.messages import (
@@ -59,6 +59,9 @@ def main(connection: int, from_server: int, to_server: int) -> None:
     channel = ChildChannel(socket.socket(fileno=connection), from_server, to_server)
     channel.send(Hello())
     first = channel.receive_first()
+    if isinstance(first, Initialize | AutoComplete):
+        # As in Triton. Imports in the model's files do not need it, but those by libraries do.
+        sys.path += [str(Path(first.file).parent), str(Path(first.folder).parent)]
     if isinstance(first, Initialize):
         _log_to(channel, first.log_level)
         Child(channel, first).run()
@@ -86,7 +89,8 @@ class Child:
             first.states,
             self._reschedule if first.iterative else None,
         )
-        self._instance = ModelInstance(Path(first.path), first.args, outputs, self._work, self._server)
+        code = ModelCode(Path(first.file), Path(first.folder))
+        self._instance = ModelInstance(code, first.args, outputs, self._work, self._server)
         self._instance.started.add_done_callback(self._started)
 
     def run(self) -> None:
@@ -181,8 +185,10 @@ class ChildStream:
 
 def _auto_complete(message: AutoComplete) -> AutoCompleted:
     try:
-        model_class = load_model_class(Path(message.path), message.config["name"])
-        return AutoCompleted(complete_config(message.config, model_class), None)
+        code = ModelCode(Path(message.file), Path(message.folder))
+        model_class = load_model_class(code, message.config["name"])
+        with model_folder(code.folder):
+            return AutoCompleted(complete_config(message.config, model_class), None)
     except Exception as error:
         logging.getLogger(__name__).debug("auto_complete_config failed", exc_info=error)
         return AutoCompleted(None, describe(error))

@@ -74,9 +74,13 @@ class ResponseData(NamedTuple):
 
 
 class Initialize(NamedTuple):
-    """First message: run an instance. `outputs`: datatypes by name, including states."""
+    """First message: run an instance. `outputs`: datatypes by name, including states.
 
-    path: str
+    `file`, `folder`: see `ModelCode`.
+    """
+
+    file: str
+    folder: str
     args: dict[str, str]
     decoupled: bool
     outputs: dict[str, str]
@@ -90,7 +94,8 @@ class Initialize(NamedTuple):
 class AutoComplete(NamedTuple):
     """Alternative first message: auto-complete a configuration, then exit."""
 
-    path: str
+    file: str
+    folder: str
     config: dict[str, Any]
     log_level: int
 

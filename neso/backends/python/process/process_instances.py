@@ -15,6 +15,7 @@ from neso.backends.python.model_instance import WorkItem
 from neso.backends.python.process.running_model import RunningModel
 from neso.backends.python.process.spawn import Interpreter, find_interpreter
 from neso.backends.python.thread_instances import END_TIMEOUT, InstancePool, Rescheduler
+from neso.backends.restarts import Restarts, restart_counter
 from neso.server.config.scheduling import InstanceSpec
 from neso.server.errors import ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
@@ -87,8 +88,10 @@ class ProcessInstancePool(InstancePool):
     async def stop(self) -> None:
         self._stopped = True
         self._fail_waiting()
-        await asyncio.gather(*(instance.stop() for instance in self._instances))
-        self._fail_waiting()  # items requeued by the instances
+        try:
+            await asyncio.gather(*(instance.stop() for instance in self._instances))
+        finally:
+            self._fail_waiting()  # items requeued by the instances
 
     def _dispatch(self) -> None:
         if self._stopped:
@@ -119,9 +122,6 @@ def _fail_queue(queue: deque[WorkItem], message: str) -> None:
 
 MAX_FAILED_STARTS = 5
 """Consecutive failed starts after which an instance stays down."""
-
-MIN_RESTART_DELAY, MAX_RESTART_DELAY = 0.25, 30.0
-"""In seconds. The first restart is immediate; then the delay starts at the minimum and doubles with each failure."""
 
 
 class State(Enum):
@@ -165,7 +165,10 @@ class ProcessInstance:
         self._running: RunningModel | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._stopping = False
-        self._failures = 0  # failures since the last finished work item
+        self._restarts = Restarts(
+            MAX_FAILED_STARTS,
+            restart_counter(server.core.metrics, description.name, description.common["model_version"]),
+        )
 
     async def start(self, interpreter: Interpreter) -> None:
         """Start the process, initialize the model, and restart the process from now on. Raises `ServerError`."""
@@ -189,14 +192,20 @@ class ProcessInstance:
     async def stop(self) -> None:
         """Finalize the model and end the process; kill it after `END_TIMEOUT`."""
         self._stopping = True
-        if self._running is not None:
-            if not await self._running.stop(END_TIMEOUT):
-                logger.error("instance '%s' did not end in %g s and was killed", self.name, END_TIMEOUT)
-        elif self._supervisor is not None:
-            self._supervisor.cancel()  # the instance waits for a restart, or is restarting
-        if self._supervisor is not None:
-            await asyncio.wait((self._supervisor,))
-        self.state = State.DOWN
+        ended = False
+        try:
+            if self._running is not None:
+                ended = await self._running.stop(END_TIMEOUT)
+            else:
+                ended = True
+                if self._supervisor is not None:
+                    self._supervisor.cancel()  # the instance waits for a restart, or is restarting
+        finally:
+            if not ended:
+                logger.error("instance '%s' did not end in time and was killed", self.name)
+            if self._supervisor is not None:
+                await asyncio.wait((self._supervisor,))
+            self.state = State.DOWN
 
     async def _start(self, interpreter: Interpreter) -> RunningModel:
         running = RunningModel(self.name, self._server, self._depth, self._work_done, self._reschedule)
@@ -215,7 +224,8 @@ class ProcessInstance:
                     running.fail_all(Unavailable(f"model '{self._description.name}' is unloaded"))
                 )
                 return
-            self._record_failure(
+            self._restarts.record_failure()
+            self._report_failure(
                 f"Stub process '{self.name}' is not healthy: the process has ended ({reason})"
             )
             self.queue.extendleft(reversed(running.fail_all(Unavailable(self.reason))))
@@ -227,31 +237,25 @@ class ProcessInstance:
             self._set_state(State.UP)
 
     async def _restart(self, interpreter: Interpreter) -> RunningModel | None:
-        """Start the process again, with exponential backoff. Returns None after too many failures."""
-        for _ in range(MAX_FAILED_STARTS):
-            await asyncio.sleep(self._delay())
-            try:
-                return await self._start(interpreter)
-            except ServerError as error:
-                self._record_failure(error.message)
-        logger.error(
-            "instance '%s' failed to start %d times and is not restarted", self.name, MAX_FAILED_STARTS
-        )
-        self._set_state(State.DOWN)
-        return None
+        """Start the process again, with exponential back-off. Returns None after too many failures."""
 
-    def _record_failure(self, reason: str) -> None:
+        def failed(error: Exception) -> None:
+            self._report_failure(error.message if isinstance(error, ServerError) else str(error))
+
+        running = await self._restarts.restart(lambda: self._start(interpreter), failed)
+        if running is None:
+            logger.error(
+                "instance '%s' failed to start %d times and is not restarted", self.name, MAX_FAILED_STARTS
+            )
+            self._set_state(State.DOWN)
+        return running
+
+    def _report_failure(self, reason: str) -> None:
         logger.error("instance '%s' of a Python model failed: %s", self.name, reason)
         self.state, self.reason = State.STARTING, reason
-        self._failures += 1
-
-    def _delay(self) -> float:
-        if self._failures <= 1:
-            return 0.0
-        return float(min(MIN_RESTART_DELAY * 2 ** (self._failures - 2), MAX_RESTART_DELAY))
 
     def _work_done(self) -> None:
-        self._failures = 0
+        self._restarts.record_success()
         self._changed()
 
     def _set_state(self, state: State) -> None:

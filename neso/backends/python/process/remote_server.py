@@ -51,6 +51,11 @@ class ChildChannel:
         self._deferred: list[bytes] = []
         self._pid = os.getpid()
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a process forked by the model: it must not use the channel."""
+        return os.getpid() != self._pid
+
     def receive_first(self) -> Message | None:
         """Receive the first message, `Initialize` or `AutoComplete`; None if the server has closed the connection."""
         message = next(iter(self), None)
@@ -62,7 +67,7 @@ class ChildChannel:
     def send(self, message: Message) -> None:
         """Send a message. Dropped if the server has ended. Raises `TypeError` for fields that are not plain data."""
         data = encode(message)
-        if os.getpid() != self._pid:
+        if self.forked:
             return  # finalizers in a process forked by the model must not release this process's blocks
         # The reading thread detects a closed socket and ends this process.
         with self._lock, contextlib.suppress(OSError):
@@ -150,6 +155,10 @@ class RemoteServer(ServerAccess):
 
     def query(self, method: str, *arguments: Any) -> Any:
         """Call a method of `ServerRequestHandler`, wait for its reply, and raise its `ServerError`, if any."""
+        if self._channel.forked:
+            raise TritonModelException(
+                "metrics can only be used in the process that runs the model, not in forks"
+            )
         number = next(self._numbers)
         future: Future[Any] = Future()
         self._pending_queries[number] = future

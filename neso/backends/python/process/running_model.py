@@ -94,7 +94,8 @@ class RunningModel:
             raise InternalError(f"'{interpreter.program}' cannot be started: {error}") from None
         self._process.send(
             Initialize(
-                str(description.path.absolute()),
+                str(description.code.file),
+                str(description.code.folder),
                 args,
                 description.decoupled,
                 {name: datatype.value for name, datatype in description.datatypes.items()},
@@ -156,12 +157,16 @@ class RunningModel:
         return answer.done() and answer.result()
 
     async def stop(self, timeout: float) -> bool:
-        """Finalize the model and end the process. Returns False if it was killed after `timeout` seconds."""
+        """Finalize the model and end the process. Returns False if it was killed after `timeout` seconds.
+
+        If it is cancelled, the process is killed at once.
+        """
         self._process.send(Stop())
-        await asyncio.wait((self.ended,), timeout=timeout)
-        in_time = self.ended.done()
-        await self.kill()
-        return in_time
+        try:
+            await asyncio.wait((self.ended,), timeout=timeout)
+            return self.ended.done()
+        finally:
+            await self.kill()
 
     async def kill(self) -> None:
         """Kill the process, wait for its end and release its server-side objects."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from neso.backends.python.description import PythonSettings
+from neso.backends.python.model_module import ModelCode
 from neso.backends.python.process.codec import Decoder, encode, log_level, write_log_record
 from neso.backends.python.process.messages import AutoComplete, AutoCompleted, Log
 from neso.backends.python.process.shared_memory import make_file
@@ -139,14 +140,14 @@ def describe_exit(code: int) -> str:
 
 
 def complete_in_process(
-    config: dict[str, Any], directory: Path, path: Path, settings: PythonSettings
+    config: dict[str, Any], directory: Path, code: ModelCode, settings: PythonSettings
 ) -> dict[str, Any]:
-    """Run `auto_complete_config` of the model in `path` in a child process. Blocks. Raises `ServerError`."""
+    """Run `auto_complete_config` of a model in a child process. Blocks. Raises `ServerError`."""
     interpreter = find_interpreter(settings.environment, directory)
     spawned = SpawnedProcess(interpreter, settings.shm_name)
     try:
         spawned.socket.settimeout(settings.stub_timeout)
-        spawned.socket.sendall(encode(AutoComplete(str(path.absolute()), config, log_level())))
+        spawned.socket.sendall(encode(AutoComplete(str(code.file), str(code.folder), config, log_level())))
         result = _receive_completed(spawned)
     except TimeoutError:
         raise InternalError(
@@ -156,10 +157,10 @@ def complete_in_process(
     except OSError:
         result = None
     finally:
-        code = _end_process(spawned)
+        status = _end_process(spawned)
     if result is None:
         raise InternalError(
-            f"the process for auto_complete_config of model '{config['name']}' ended with {describe_exit(code)}"
+            f"the process for auto_complete_config of model '{config['name']}' ended with {describe_exit(status)}"
         )
     if result.config is None:
         raise InvalidArgument(result.error or "")

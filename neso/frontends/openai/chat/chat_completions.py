@@ -14,7 +14,7 @@ from neso.frontends.openai.chat.message_format import (
     MessageParser,
     Reasoning,
 )
-from neso.frontends.openai.chat.prompt import ToolUse, chat_prompt
+from neso.frontends.openai.chat.prompt import ToolUse, render_chat
 from neso.frontends.openai.chat.schemas import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -98,7 +98,7 @@ class ChatCompletionsApi:
         reject_unsupported_chat(request)
         model = await self._resolver.find(request.model)
         tool_use = ToolUse.of_chat(request)
-        rendered, images = chat_prompt(request, tool_use, model.tokenizer)
+        rendered, images = await render_chat(request, tool_use, model.tokenizer)
         prompt: Prompt = rendered
         if request.truncate_prompt_tokens is not None:
             prompt = await truncate_prompt(
@@ -116,7 +116,13 @@ class ChatCompletionsApi:
         sampling = chat_sampling(request, model.language_model.default_sampling, message_format)
         eager = bool(request.stream)
         choices = [
-            ChatChoice(index, request, message_format.parser(eager=eager), model.language_model.text)
+            ChatChoice(
+                index,
+                request,
+                message_format.parser(eager=eager),
+                model.language_model.text,
+                names_tool=tool_use.named,
+            )
             for index in range(request.n or 1)
         ]
         response = ChoicesResponse(
@@ -133,10 +139,16 @@ class ChatCompletionsApi:
 
 
 class ChatChoice(Choice):
-    """A message, parsed by `parser`."""
+    """A message, parsed by `parser`. `names_tool`: the request names the function, so calling it is no decision."""
 
     def __init__(
-        self, index: int, request: ChatCompletionRequest, parser: MessageParser, tokenizer: TokenizerLike
+        self,
+        index: int,
+        request: ChatCompletionRequest,
+        parser: MessageParser,
+        tokenizer: TokenizerLike,
+        *,
+        names_tool: bool = False,
     ) -> None:
         self._index = index
         self._parser = parser
@@ -147,6 +159,7 @@ class ChatChoice(Choice):
         self._token_ids: list[int] | None = [] if request.return_token_ids else None
         self._started = False
         self._has_calls = False
+        self._names_tool = names_tool
         self._events: list[MessageEvent] = []
         self._stop_reason: str | int | None = None
 
@@ -159,8 +172,10 @@ class ChatChoice(Choice):
                 deltas.append({"content": event.text})
             elif (delta := self._delta(event)) is not None:
                 deltas.append(delta)
-        if not deltas and (self._logprobs or self.finish_reason is not None):
-            deltas = [{}] if self.finish_reason is not None else [{"content": ""}]
+        if not deltas and (completion.token_ids or self._logprobs or self.finish_reason is not None):
+            # A chunk for every step, because clients measure the times between tokens. Like vLLM's, it has no content
+            # if a parser holds back the text, which may not be content.
+            deltas = [{}] if self._parser.is_active or self.finish_reason is not None else [{"content": ""}]
         if not self._started:
             self._started = True
             deltas.insert(0, {"role": "assistant", "content": ""})
@@ -231,7 +246,9 @@ class ChatChoice(Choice):
     def _final_reason(self) -> str | None:
         if self.cut_off:
             return "length"
-        return "tool_calls" if self._has_calls and self.finish_reason == "stop" else self.finish_reason
+        if self._has_calls and self.finish_reason == "stop" and not self._names_tool:
+            return "tool_calls"
+        return self.finish_reason
 
     def _delta(self, event: MessageEvent) -> dict[str, Any] | None:
         """Return the `delta` for reasoning or a tool call, or None if it is not sent."""

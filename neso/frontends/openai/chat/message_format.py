@@ -35,9 +35,11 @@ from neso.frontends.openai.tool_parsers.structural_tags import (
     Form,
     const,
     either,
+    format_of,
     json_form,
     sequence,
     text_before,
+    triggered_by_either,
 )
 from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import GuidedDecoding
@@ -130,6 +132,11 @@ class MessageParser:
         self.cut_off = False
         """Whether a reported call was truncated because it exceeded the maximum length."""
 
+    @property
+    def is_active(self) -> bool:
+        """Whether text is parsed. Otherwise all text is content."""
+        return self._reasoning is not None or self._tools is not None
+
     def feed(self, text: str, num_tokens: int = 0) -> list[MessageEvent]:
         """Parse more text, which has `num_tokens` tokens. Returns its events."""
         if self._reasoning is None:
@@ -216,8 +223,8 @@ class MessageFormat:
             if guided.kind == "grammar" or not (may_call or self.parsers.reasoning):
                 return guided
             form = _form_of(guided)
-            if may_call:  # like OpenAI: the message has either the requested format or calls
-                form = either(form, self._forced_calls())
+            if may_call:
+                form = self._or_calls(form)
         elif tool_use.mode == "required":
             form, source_field = self._forced_calls(), "tools"
         elif tool_use.mode == "auto" and any(function.strict for function in tool_use.functions):
@@ -232,6 +239,15 @@ class MessageFormat:
 
     def _forced_calls(self) -> Form:
         return self.parsers.tools.forced_form(self.tool_use.functions, many_calls=self.tool_use.many_calls)
+
+    def _or_calls(self, form: Form) -> Form:
+        """Match either the requested format or calls, as in the OpenAI API; with free text, both in one message.
+
+        xgrammar does not support free text as one of several alternatives.
+        """
+        free = self.parsers.tools.free_form(self.tool_use.functions, many_calls=self.tool_use.many_calls)
+        merged = None if free is None else triggered_by_either(form, free)
+        return either(form, self._forced_calls()) if merged is None else merged
 
     def _after_reasoning(self, form: Form) -> Form:
         reasoning = self.parsers.reasoning
@@ -286,7 +302,7 @@ def _form_of(guided: GuidedDecoding) -> Form:
         "json_object": lambda: json_form(_schema(guided)),
         "regex": lambda: {"type": "regex", "pattern": guided.regex},
         "choice": lambda: either(*map(const, guided.choice or ())),
-        "structural_tag": lambda: json.loads(str(guided.structural_tag)),
+        "structural_tag": lambda: format_of(json.loads(str(guided.structural_tag))),
     }
     return forms[guided.kind]()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -66,6 +67,19 @@ def chat_prompt(
     return prompt, images
 
 
+_MANY_MESSAGES = 64
+"""Number of messages from which a chat is rendered in a thread."""
+
+
+async def render_chat(
+    request: ChatCompletionRequest, tool_use: ToolUse, tokenizer: TokenizerLike
+) -> tuple[str, tuple[Any, ...]]:
+    """Like `chat_prompt`, but renders long chats in a thread to keep the event loop responsive."""
+    if len(request.messages) < _MANY_MESSAGES:
+        return chat_prompt(request, tool_use, tokenizer)
+    return await asyncio.to_thread(chat_prompt, request, tool_use, tokenizer)
+
+
 ToolMode = Literal["none", "auto", "required"]
 
 
@@ -77,12 +91,14 @@ class ToolUse:
     offered: tools for the chat template, in OpenAI's format.
     functions: functions that may be called, a subset of `offered`.
     many_calls: whether more than one call is allowed.
+    named: whether `tool_choice` names the function.
     """
 
     mode: ToolMode = "none"
     offered: tuple[dict[str, Any], ...] = ()
     functions: tuple[Function, ...] = ()
     many_calls: bool = True
+    named: bool = False
 
     @classmethod
     def of(
@@ -105,14 +121,15 @@ class ToolUse:
             if choice not in ("auto", "required"):
                 raise invalid("tool_choice", "Invalid 'tool_choice': the mode must be auto or required.")
             callable_tools = offered = [_find_tool(entry, tools) for entry in allowed["tools"]]
-        if isinstance(choice, dict):
+        named = isinstance(choice, dict)
+        if named:
             mode, callable_tools = "required", [_find_tool(choice, tools)]
             many_calls = False
         elif choice is not None:
             mode = choice
         if mode == "none" or not callable_tools:
             return cls()
-        return cls(mode, tuple(offered), tuple(map(_function, callable_tools)), many_calls)
+        return cls(mode, tuple(offered), tuple(map(_function, callable_tools)), many_calls, named)
 
     @classmethod
     def of_chat(cls, request: ChatCompletionRequest) -> ToolUse:

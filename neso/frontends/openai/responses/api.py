@@ -16,7 +16,7 @@ from neso.frontends.openai.chat.chat_completions import (
 )
 from neso.frontends.openai.chat.image_fetcher import ImageFetcher
 from neso.frontends.openai.chat.message_format import MessageFormats
-from neso.frontends.openai.chat.prompt import ToolUse, chat_prompt
+from neso.frontends.openai.chat.prompt import ToolUse, render_chat
 from neso.frontends.openai.chat.schemas import ChatCompletionRequest
 from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.model_resolver import ModelResolver, ResolvedModel
@@ -257,7 +257,7 @@ class ResponsesApi:
             if request.truncation == "auto":
                 # In a thread: the conversation is tokenized several times.
                 return await asyncio.to_thread(truncated_prompt, chat, tool_use, model)
-            return chat_prompt(chat, tool_use, model.tokenizer)
+            return await render_chat(chat, tool_use, model.tokenizer)
         except InvalidParameter as error:
             raise to_responses_error(chat_client_error(error, chat)) from None
 

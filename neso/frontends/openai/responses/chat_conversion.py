@@ -20,8 +20,7 @@ from neso.frontends.openai.responses.schemas import (
     ResponseRequest,
     TextFormat,
 )
-from neso.frontends.openai.tensor_models.language_model import UNLIMITED_LENGTH
-from neso.generation import TokenizerLike
+from neso.generation import UNLIMITED_LENGTH, TokenizerLike, cut_text
 
 Item = dict[str, Any]
 """An item of a conversation as plain JSON; the types are those of `schemas.InputItem`."""
@@ -242,7 +241,7 @@ def truncated_prompt(
     """
     tokenizer, max_model_len = model.tokenizer, model.language_model.max_model_len
     prompt, images = chat_prompt(chat, tool_use, tokenizer)
-    if max_model_len >= UNLIMITED_LENGTH or _num_tokens(prompt, tokenizer) < max_model_len:
+    if max_model_len >= UNLIMITED_LENGTH or _fits(prompt, tokenizer, max_model_len - 1):
         return prompt, images
     defaults = model.language_model.default_sampling
     output = defaults.max_tokens(chat.max_completion_tokens) or max_model_len // 4
@@ -254,7 +253,7 @@ def truncated_prompt(
 
     def fits(start: int) -> bool:
         shorter, _ = chat_prompt(_without_turns_before(chat, start), tool_use, tokenizer)
-        return _num_tokens(shorter, tokenizer) <= max_prompt
+        return _fits(shorter, tokenizer, max_prompt)
 
     first = bisect_left(starts, True, key=fits)
     start = starts[min(first, len(starts) - 1)]
@@ -266,5 +265,6 @@ def _without_turns_before(chat: ChatCompletionRequest, start: int) -> ChatComple
     return chat.model_copy(update={"messages": kept + chat.messages[start:]})
 
 
-def _num_tokens(prompt: str, tokenizer: TokenizerLike) -> int:
-    return len(tokenizer.encode(prompt, add_special_tokens=False))
+def _fits(prompt: str, tokenizer: TokenizerLike, max_tokens: int) -> bool:
+    _, at_least = cut_text(tokenizer, prompt, max_tokens)
+    return not at_least and len(tokenizer.encode(prompt, add_special_tokens=False)) <= max_tokens

@@ -21,6 +21,7 @@ from neso.frontends.openai.tensor_models.response_text import (
     TokenLimit,
 )
 from neso.generation import (
+    UNLIMITED_LENGTH,
     GenerationOutput,
     GenerationRequest,
     InvalidParameter,
@@ -62,10 +63,6 @@ def _field(name: str, sampling: SamplingParams) -> str | None:
     if name in (*LORA_NAME, *LORA_TASK):
         return "model"  # its name includes the adapter's
     return next((field for field, names in input_tensors.SCALARS.items() if name in names), None)
-
-
-UNLIMITED_LENGTH = 2**31 - 1
-"""`max_model_len` of a model with unknown context length."""
 
 
 class _Prompt(NamedTuple):
@@ -166,7 +163,12 @@ class TensorLanguageModel:
         assert self._tokenizer is not None
         if not isinstance(request.prompt, str):
             return len(request.prompt)
-        tokens = await encode_text(self._tokenizer, prompt, add_special_tokens=request.add_special_tokens)
+        tokens = await encode_text(
+            self._tokenizer,
+            prompt,
+            add_special_tokens=request.add_special_tokens,
+            max_model_len=self.max_model_len,
+        )
         return len(tokens)
 
     def _samplings(self, sampling: SamplingParams, num_prompt_tokens: int) -> list[SamplingParams]:

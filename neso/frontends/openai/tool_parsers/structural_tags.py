@@ -70,3 +70,29 @@ def triggered(tags: Sequence[Form], *, trigger: str, many: bool) -> Form:
         "tags": list(tags),
         "stop_after_first": not many,
     }
+
+
+def format_of(structural_tag: Form) -> Form:
+    """Return the format of a structural tag, also of one in the older form, with `structures` and `triggers`."""
+    if "format" in structural_tag or "structures" not in structural_tag:
+        inner: Form = structural_tag.get("format", structural_tag)
+        return inner
+    tags = [
+        tag(structure["begin"], json_form(structure.get("schema", True)), structure["end"])
+        for structure in structural_tag["structures"]
+    ]
+    return {"type": "triggered_tags", "triggers": structural_tag.get("triggers"), "tags": tags}
+
+
+def triggered_by_either(first: Form, second: Form) -> Form | None:
+    """Match any text in which the triggers of both formats are continued as their tags.
+
+    Returns None if a format is no `triggered_tags`, or if a tag begins with triggers of both.
+    """
+    if first["type"] != "triggered_tags" or second["type"] != "triggered_tags":
+        return None
+    triggers = [*first["triggers"], *second["triggers"]]
+    tags = [*first["tags"], *second["tags"]]
+    if any(sum(tag["begin"].startswith(trigger) for trigger in triggers) != 1 for tag in tags):
+        return None
+    return {**first, "triggers": triggers, "tags": tags}

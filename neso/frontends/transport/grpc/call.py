@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 import grpc
 
+from neso.frontends.transport.grpc.compression import Inflation, MessageError, compress_message
 from neso.frontends.transport.grpc.wire_format import (
     GZIP_RESPONSE_HEADERS,
     OK_TRAILERS,
     RESPONSE_HEADERS,
     CallHeaders,
-    MessageError,
     MessageReader,
     Metadata,
-    compress_message,
     message_prefix,
     status_trailers,
 )
@@ -35,18 +35,27 @@ logger = logging.getLogger("neso.frontends.transport.grpc")
 
 _LARGE = 64 << 10  # bytes; larger messages are not copied to join them with their prefix
 
+# Time for a message to arrive after its first byte: a fixed part, and one for its length.
+_MESSAGE_TIMEOUT = 60.0  # seconds
+_MIN_RATE = 64 << 10  # bytes per second
+
 
 class Call:
     """Base class of calls: receives the events of the HTTP/2 stream, sends messages and one status.
 
-    Subclasses implement `_on_message`, `_on_half_close` and `_on_cancelled`. `done`: the status is sent, or the client
+    Subclasses implement `_on_data`, `_on_half_close` and `_on_cancelled`. `done`: the status is sent, or the client
     no longer expects it.
+
+    A message is received into the windows of HTTP/2. Its memory is returned to the client's window when it is consumed;
+    a unary call consumes its only message at its end.
     """
 
     __slots__ = (
         "__weakref__",
         "_compress_level",
         "_deadline_timer",
+        "_message",
+        "_message_timer",
         "_reader",
         "_response_headers",
         "_stream",
@@ -54,16 +63,20 @@ class Call:
         "headers",
     )
 
-    def __init__(self, stream: Http2Stream, headers: CallHeaders, options: GrpcServerOptions) -> None:
+    def __init__(
+        self, stream: Http2Stream, headers: CallHeaders, options: GrpcServerOptions, max_message: int
+    ) -> None:
         self._stream = stream
         self.headers = headers
-        self._reader = MessageReader(headers.encoding, options.max_message)
+        self._reader = MessageReader(headers.encoding, max_message)
         self._compress_level = options.compress_level if headers.accepts_gzip else None
         # None after they are sent.
         self._response_headers: bytes | None = (
             RESPONSE_HEADERS if self._compress_level is None else GZIP_RESPONSE_HEADERS
         )
         self._deadline_timer: asyncio.TimerHandle | None = None
+        self._message: bytes | Inflation | None = None  # of a unary request
+        self._message_timer: asyncio.TimerHandle | None = None
         self.done = False
         if headers.timeout is not None:
             self._deadline_timer = asyncio.get_running_loop().call_later(
@@ -89,20 +102,16 @@ class Call:
     # StreamEvents.
 
     def on_data(self, data: bytes) -> None:
-        try:
-            for message in self._reader.feed(data):
-                self._on_message(message)
-        except MessageError as error:
-            self._end_early(error.code, error.message)
-            return
-        self._release_window(len(data))
-
-    def on_end(self) -> None:
         if self.done:
             return
-        if self._reader.in_message:
-            self._end_early(grpc.StatusCode.INTERNAL, "the last message is truncated")
-        else:
+        self._reader.feed(data)
+        try:
+            self._on_data()
+        except MessageError as error:
+            self._end_early(error.code, error.message)
+
+    def on_end(self) -> None:
+        if not self.done:
             self._on_half_close()
 
     def on_reset(self) -> None:
@@ -112,8 +121,8 @@ class Call:
 
     # Hooks for subclasses.
 
-    def _on_message(self, message: bytes) -> None:
-        """Handle a received message. Raises `MessageError`."""
+    def _on_data(self) -> None:
+        """Handle a part of the request's body. Raises `MessageError`."""
         raise NotImplementedError
 
     def _on_half_close(self) -> None:
@@ -124,11 +133,50 @@ class Call:
         """Handle the end of the call by the client, the deadline or an error, before the handler responded."""
         raise NotImplementedError
 
-    def _release_window(self, size: int) -> None:
-        """Return `size` received bytes to the client's flow-control window."""
-        self._stream.consumed(size)
-
     # Helpers for subclasses.
+
+    def _read_message(self) -> bytes | Inflation | None:
+        """Return the next message. None: it is incomplete; the client may send the rest. Raises `MessageError`."""
+        message = self._reader.read()
+        if message is not None:
+            if self._message_timer is not None:
+                self._message_timer.cancel()
+                self._message_timer = None
+            return message
+        missing = self._reader.missing
+        if missing:
+            if self._message_timer is None:
+                self._message_timer = asyncio.get_running_loop().call_later(
+                    _MESSAGE_TIMEOUT + self._reader.size / _MIN_RATE, self._on_message_timeout
+                )
+            try:
+                self._stream.expect(missing)
+            except OverflowError as error:
+                raise MessageError(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
+        return None
+
+    def _read_only_message(self) -> None:
+        """Read the message of a unary request into `_message`. Raises `MessageError` if there are more."""
+        while (message := self._read_message()) is not None:
+            if self._message is not None:
+                raise MessageError(grpc.StatusCode.INTERNAL, "expected one message, got more")
+            self._message = message
+
+    def _take_only_message(self) -> bytes | Inflation:
+        """Return the message of a unary request that is complete. Raises `MessageError`."""
+        if self._reader.missing:
+            raise MessageError(grpc.StatusCode.INTERNAL, "the last message is truncated")
+        message, self._message = self._message, None
+        if message is None:
+            raise MessageError(grpc.StatusCode.INTERNAL, "expected one message, got none")
+        return message
+
+    def _hold(self, message: bytes) -> None:
+        """Account for the memory of a decompressed message. Raises `MessageError`."""
+        if not self._stream.hold(len(message)):
+            raise MessageError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "the server has no memory for the decompressed message"
+            )
 
     def _send(self, message: bytes, trailers: bytes | None) -> None:
         head, self._response_headers = self._response_headers, None
@@ -157,6 +205,8 @@ class Call:
         self.done = True
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
+        if self._message_timer is not None:
+            self._message_timer.cancel()
 
     def _end_early(self, code: grpc.StatusCode, details: str) -> None:
         if not self.done:
@@ -165,6 +215,9 @@ class Call:
 
     def _on_deadline_exceeded(self) -> None:
         self._end_early(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+    def _on_message_timeout(self) -> None:
+        self._end_early(grpc.StatusCode.RESOURCE_EXHAUSTED, "the message took too long to arrive")
 
 
 class CallbackHandler(grpc.RpcMethodHandler):  # type: ignore[misc]
@@ -190,7 +243,7 @@ class CallbackCall(Call):
     `on_cancel` is called if the client cancels or disconnects, or the deadline passes, before the call has ended.
     """
 
-    __slots__ = ("_message", "_start", "on_cancel")
+    __slots__ = ("_executor", "_inflation", "_start", "on_cancel")
 
     def __init__(
         self,
@@ -198,10 +251,12 @@ class CallbackCall(Call):
         headers: CallHeaders,
         options: GrpcServerOptions,
         start: Callable[[bytes, CallbackCall], None],
+        executor: Executor,
     ) -> None:
-        super().__init__(stream, headers, options)
+        super().__init__(stream, headers, options, options.max_message)
         self._start = start
-        self._message: bytes | None = None
+        self._executor = executor
+        self._inflation: Inflation | None = None
         self.on_cancel: Callable[[], None] | None = None
 
     def reply(self, message: bytes) -> None:
@@ -216,16 +271,35 @@ class CallbackCall(Call):
         self._finish(code, details)
         self.on_cancel = None
 
-    def _on_message(self, message: bytes) -> None:
-        if self._message is not None:
-            raise MessageError(grpc.StatusCode.INTERNAL, "expected one message, got more")
-        self._message = message
+    def _on_data(self) -> None:
+        self._read_only_message()
 
     def _on_half_close(self) -> None:
-        message, self._message = self._message, None
-        if message is None:
-            self._finish(grpc.StatusCode.INTERNAL, "expected one message, got none")
-            return
+        try:
+            message = self._take_only_message()
+            if isinstance(message, bytes):
+                self._run(message)
+            elif (plain := message.start()) is not None:
+                self._hold(plain)
+                self._run(plain)
+            else:
+                self._inflation = message
+                loop = asyncio.get_running_loop()
+                loop.run_in_executor(self._executor, message.run).add_done_callback(self._on_inflated)
+        except MessageError as error:
+            self._finish(error.code, error.message)
+
+    def _on_inflated(self, future: asyncio.Future[bytes]) -> None:
+        self._inflation = None
+        try:
+            message = future.result()
+            if not self.done:
+                self._hold(message)
+                self._run(message)
+        except MessageError as error:
+            self._finish(error.code, error.message)
+
+    def _run(self, message: bytes) -> None:
         try:
             self._start(message, self)
         except Exception as error:
@@ -234,6 +308,8 @@ class CallbackCall(Call):
 
     def _on_cancelled(self) -> None:
         self._message = None
+        if self._inflation is not None:
+            self._inflation.cancelled = True
         on_cancel, self.on_cancel = self.on_cancel, None
         if on_cancel is not None:
             on_cancel()

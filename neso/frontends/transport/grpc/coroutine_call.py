@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
 
 from neso.frontends.transport.grpc.call import Call, logger
-from neso.frontends.transport.grpc.wire_format import OK_TRAILERS, CallHeaders, MessageError, Metadata
+from neso.frontends.transport.grpc.compression import Inflation, MessageError
+from neso.frontends.transport.grpc.wire_format import OK_TRAILERS, PREFIX_SIZE, CallHeaders, Metadata
 from neso.frontends.transport.http2 import Http2Stream
 
 if TYPE_CHECKING:
     from neso.frontends.transport.grpc.server import GrpcServerOptions
 
-_MAX_UNREAD = 1 << 20  # bytes of a streaming request; above this, the client's window is not replenished
+_TURN = 0.005  # seconds; after this long, a handler that has messages to read lets others run
 
 
 class CoroutineCall(Call):
@@ -29,13 +31,12 @@ class CoroutineCall(Call):
 
     __slots__ = (
         "_aborted",
+        "_executor",
         "_half_closed",
         "_handler",
-        "_messages",
+        "_inflation",
         "_task",
         "_tasks",
-        "_unread",
-        "_unreleased",
         "_wakeup",
     )
 
@@ -46,19 +47,22 @@ class CoroutineCall(Call):
         options: GrpcServerOptions,
         handler: Any,
         tasks: set[asyncio.Task[None]],
+        executor: Executor,
     ) -> None:
-        super().__init__(stream, headers, options)
+        parsed = handler.request_deserializer is not None
+        super().__init__(
+            stream, headers, options, options.max_parsed_message if parsed else options.max_message
+        )
         self._handler = handler
         self._tasks = tasks
+        self._executor = executor
+        self._inflation: Inflation | None = None
         self._task: asyncio.Task[None] | None = None
-        self._messages: deque[bytes] = deque()
-        self._unread = 0  # bytes in `_messages`
-        self._unreleased = 0  # received bytes not yet returned to the client's window
         self._half_closed = False
         self._wakeup: asyncio.Future[None] | None = None
         self._aborted: tuple[grpc.StatusCode, str, Metadata] | None = None
         if handler.request_streaming:
-            self._start_task(self._iterate_messages())
+            self._start_task(None)
 
     # Names as in grpc.aio.ServicerContext.
 
@@ -82,47 +86,39 @@ class CoroutineCall(Call):
 
     # Events of the call.
 
-    def _on_message(self, message: bytes) -> None:
-        if self._messages and not self._handler.request_streaming:
-            raise MessageError(grpc.StatusCode.INTERNAL, "expected one message, got more")
-        self._messages.append(message)
-        self._unread += len(message)
-        self._notify_reader()
-
-    def _release_window(self, size: int) -> None:
-        if self._unread < _MAX_UNREAD or not self._handler.request_streaming:
-            self._stream.consumed(size)
+    def _on_data(self) -> None:
+        if self._handler.request_streaming:
+            self._notify_reader()
         else:
-            self._unreleased += size
+            self._read_only_message()
 
     def _on_half_close(self) -> None:
         self._half_closed = True
         if self._handler.request_streaming:
             self._notify_reader()
-        elif not self._messages:
-            self._finish(grpc.StatusCode.INTERNAL, "expected one message, got none")
-        else:
-            try:
-                request = self._deserialize(self._messages.popleft())
-            except MessageError as error:
-                self._finish(error.code, error.message)
-            else:
-                self._start_task(request)
+            return
+        try:
+            self._start_task(self._take_only_message())
+        except MessageError as error:
+            self._finish(error.code, error.message)
 
     def _on_cancelled(self) -> None:
-        self._messages.clear()
+        if self._inflation is not None:
+            self._inflation.cancelled = True
         if self._task is not None:
             self._task.cancel()
 
     # The handler's task.
 
-    def _start_task(self, request: Any) -> None:
-        task = self._task = asyncio.get_running_loop().create_task(self._run_handler(request))
+    def _start_task(self, message: bytes | Inflation | None) -> None:
+        """Start the handler with the message of a unary request, or None for a streaming request."""
+        task = self._task = asyncio.get_running_loop().create_task(self._run_handler(message))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run_handler(self, request: Any) -> None:
+    async def _run_handler(self, message: bytes | Inflation | None) -> None:
         try:
+            request: Any = self._iterate_messages() if message is None else await self._plain(message)
             if self._handler.response_streaming:
                 await self._run_streaming(request)
             else:
@@ -160,20 +156,44 @@ class CoroutineCall(Call):
 
     async def _iterate_messages(self) -> AsyncIterator[Any]:
         """Yield the deserialized messages of a streaming request."""
-        while True:
-            while self._messages:
-                message = self._messages.popleft()
-                self._unread -= len(message)
-                if self._unreleased and self._unread < _MAX_UNREAD:
-                    self._stream.consumed(self._unreleased)
-                    self._unreleased = 0
-                yield self._deserialize(message)
-            if self.done:
-                raise asyncio.CancelledError
-            if self._half_closed:
-                return
-            self._wakeup = asyncio.get_running_loop().create_future()
-            await self._wakeup
+        turn_ends = time.monotonic() + _TURN
+        try:
+            while not self.done:
+                message = self._read_message()
+                if message is None:
+                    if self._half_closed:
+                        break
+                    self._wakeup = asyncio.get_running_loop().create_future()
+                    await self._wakeup
+                    turn_ends = time.monotonic() + _TURN
+                    continue
+                size = PREFIX_SIZE + (len(message) if isinstance(message, bytes) else message.size)
+                request = await self._plain(message)
+                self._stream.consumed(size)
+                yield request
+                if time.monotonic() >= turn_ends:
+                    await asyncio.sleep(0)
+                    turn_ends = time.monotonic() + _TURN
+            if self._reader.missing and not self.done:
+                raise MessageError(grpc.StatusCode.INTERNAL, "the last message is truncated")
+        except MessageError as error:
+            self._end_early(error.code, error.message)
+
+    async def _plain(self, message: bytes | Inflation) -> Any:
+        """Decompress and deserialize a message. Raises `MessageError`."""
+        if isinstance(message, bytes):
+            return self._deserialize(message)
+        plain = message.start()
+        if plain is None:
+            self._inflation = message
+            plain = await asyncio.get_running_loop().run_in_executor(self._executor, message.run)
+            self._inflation = None
+        self._hold(plain)
+        try:
+            return self._deserialize(plain)
+        finally:
+            if self._handler.request_streaming:
+                self._stream.release(len(plain))
 
     def _close(self) -> None:
         super()._close()

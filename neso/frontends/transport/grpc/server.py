@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import grpc
 
 from neso.frontends.transport.grpc.call import CallbackCall, CallbackHandler, logger
+from neso.frontends.transport.grpc.compression import ENCODINGS
 from neso.frontends.transport.grpc.coroutine_call import CoroutineCall
 from neso.frontends.transport.grpc.wire_format import (
-    ENCODINGS,
     RESPONSE_HEADERS,
     CallHeaders,
     http_status,
@@ -28,19 +29,23 @@ from neso.frontends.transport.http2 import (
     ServerContext,
     StreamEvents,
 )
-from neso.frontends.transport.tcp import tls_arguments
+from neso.frontends.transport.tcp import ConnectionLimits, tls_arguments
 
 _TLS_HANDSHAKE_TIMEOUT, _TLS_SHUTDOWN_TIMEOUT = 20.0, 2.0  # seconds
 _CANCEL_TIMEOUT = 5.0  # seconds for cancelled handlers to clean up
+_INFLATE_THREADS = 2  # large messages that are decompressed at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcServerOptions:
-    """`max_message`: decompressed bytes per message. `compress_level`: gzip level of responses, None: uncompressed."""
+    """`max_message`: bytes of a message, also when decompressed. `max_parsed_message`: the same for methods with a
+    deserializer, which runs on the event loop. `compress_level`: gzip level of responses, None: uncompressed.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
-    max_message: int = 2**31 - 1
+    max_message: int = 64 << 20
+    max_parsed_message: int = 64 << 20
     compress_level: int | None = None
     reuse_port: bool = False
     tls: ssl.SSLContext | None = None
@@ -59,15 +64,22 @@ class GrpcServer:
     """Serves `grpc` method handlers with coroutines, and `CallbackHandler`s, on the running event loop.
 
     `interceptors` have the `intercept_service` of `grpc.aio.ServerInterceptor`, which must return without awaiting.
+    `limits`: on connections, may be shared by servers.
     """
 
-    def __init__(self, options: GrpcServerOptions, interceptors: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self,
+        options: GrpcServerOptions,
+        interceptors: tuple[Any, ...] = (),
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         self.options = options
         self._interceptors = interceptors
         self._handlers: dict[str, Any] = {}
         self._generic: tuple[Any, ...] = ()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._context = ServerContext(self._start_call, options.http2)
+        self._executor = ThreadPoolExecutor(_INFLATE_THREADS, "grpc-inflate")
+        self._context = ServerContext(self._start_call, options.http2, limits)
         self._server: asyncio.Server | None = None
 
     @property
@@ -122,6 +134,7 @@ class GrpcServer:
             await asyncio.wait(self._tasks, timeout=_CANCEL_TIMEOUT)
         await self._server.wait_closed()
         self._server = None
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _start_call(self, stream: Http2Stream, headers: Headers) -> StreamEvents:
         """Start the call of a new stream. Called by the HTTP/2 connections."""
@@ -143,8 +156,8 @@ class GrpcServer:
         if handler is None:
             return _fail(stream, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         if isinstance(handler, CallbackHandler):
-            return CallbackCall(stream, call_headers, self.options, handler.start)
-        return CoroutineCall(stream, call_headers, self.options, handler, self._tasks)
+            return CallbackCall(stream, call_headers, self.options, handler.start, self._executor)
+        return CoroutineCall(stream, call_headers, self.options, handler, self._tasks, self._executor)
 
     def _find_handler(self, headers: CallHeaders) -> Any:
         """Return the handler of a call's method after the interceptors, or None for an unknown method."""

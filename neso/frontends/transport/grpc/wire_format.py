@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import base64
 import binascii
-import gzip
-import zlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import grpc
 
+from neso.frontends.transport.grpc.compression import Inflation, MessageError
 from neso.frontends.transport.http2 import Headers, encode_headers
 
 Metadata = tuple[tuple[str, "str | bytes"], ...]
 
-ENCODINGS = ("identity", "deflate", "gzip")
-_PREFIX_SIZE = 5  # compressed flag, length
-_WINDOW_BITS = {"deflate": zlib.MAX_WBITS, "gzip": zlib.MAX_WBITS | 16}
+PREFIX_SIZE = 5  # compressed flag, length
+_SMALL = 1024  # bytes; smaller pieces of a body are joined, because each object has an overhead
 
 # Headers of the protocol. All other headers are the client's metadata.
 _RESERVED = frozenset(
@@ -46,61 +45,61 @@ _MAX_STATUS_MESSAGE = 6 << 10
 _ELLIPSIS = b"..."
 
 
-class MessageError(Exception):
-    """A received message is invalid; the call ends with this status."""
-
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-
-
 class MessageReader:
-    """Splits the body of a request into messages. `max_message`: in bytes, after decompression."""
+    """Splits the body of a request into messages. `max_message`: bytes of a message, before and after decompression."""
 
-    __slots__ = ("_compressed", "_encoding", "_max_message", "_parts", "_prefix", "_remaining")
+    __slots__ = ("_available", "_compressed", "_encoding", "_length", "_max_message", "_pieces", "_pos")
 
     def __init__(self, encoding: str, max_message: int) -> None:
         self._encoding = encoding
         self._max_message = max_message
-        # State of the incomplete message.
-        self._prefix = b""
+        self._pieces: deque[bytes | bytearray] = deque()
+        self._pos = 0  # in the first piece
+        self._available = 0  # bytes in all pieces
+        # Prefix of the next message; length -1: not read yet.
+        self._length = -1
         self._compressed = False
-        self._parts: list[bytes] = []
-        self._remaining = 0  # bytes
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the messages completed by `data`. Raises `MessageError`."""
-        size = len(data)
-        if size >= _PREFIX_SIZE and not self._prefix and not data[0]:
-            length = int.from_bytes(data[1:_PREFIX_SIZE], "big")
-            if length == size - _PREFIX_SIZE and length <= self._max_message:
-                return [data[_PREFIX_SIZE:]]  # the common case: one whole message
-        messages = []
-        pos = 0
-        while pos < size:
-            missing = _PREFIX_SIZE - len(self._prefix)
-            if missing:
-                self._prefix += data[pos : pos + missing]
-                pos += missing
-                if len(self._prefix) < _PREFIX_SIZE:
-                    break
-                self._parse_prefix()
-            part = data[pos : pos + self._remaining]
-            pos += len(part)
-            self._remaining -= len(part)
-            self._parts.append(part)
-            if not self._remaining:
-                messages.append(self._complete())
-        return messages
+    def feed(self, data: bytes) -> None:
+        """Add a part of the body."""
+        self._available += len(data)
+        pieces = self._pieces
+        if pieces and len(data) < _SMALL:
+            last = pieces[-1]
+            if isinstance(last, bytearray):
+                last += data
+            else:
+                pieces.append(bytearray(data))
+        else:
+            pieces.append(data)
+
+    def read(self) -> bytes | Inflation | None:
+        """Return the next message, or None if it is not complete yet. Raises `MessageError`."""
+        length = self._length
+        if length < 0:
+            if self._available < PREFIX_SIZE:
+                return None
+            length = self._parse_prefix(self._take(PREFIX_SIZE))
+        if self._available < length:
+            return None
+        message = self._take(length)
+        self._length = -1
+        return Inflation(message, self._encoding, self._max_message) if self._compressed else message
 
     @property
-    def in_message(self) -> bool:
-        """Whether a message is incomplete."""
-        return bool(self._prefix)
+    def missing(self) -> int:
+        """Bytes that the incomplete message lacks, as far as known; 0 between messages."""
+        if self._length >= 0:
+            return self._length - self._available
+        return PREFIX_SIZE - self._available if self._available else 0
 
-    def _parse_prefix(self) -> None:
-        flag, length = self._prefix[0], int.from_bytes(self._prefix[1:], "big")
+    @property
+    def size(self) -> int:
+        """Length of the incomplete message, 0 if not known."""
+        return max(self._length, 0)
+
+    def _parse_prefix(self, prefix: bytes) -> int:
+        flag, length = prefix[0], int.from_bytes(prefix[1:], "big")
         if flag > 1:
             raise MessageError(grpc.StatusCode.INTERNAL, f"message has an invalid compressed flag: {flag}")
         if length > self._max_message:
@@ -109,38 +108,24 @@ class MessageReader:
                 f"Received message larger than max ({length} vs. {self._max_message})",
             )
         self._compressed = flag == 1
-        self._remaining = length
+        self._length = length
+        return length
 
-    def _complete(self) -> bytes:
-        message = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts.clear()
-        self._prefix = b""
-        return self._decompress(message) if self._compressed else message
-
-    def _decompress(self, message: bytes) -> bytes:
-        bits = _WINDOW_BITS.get(self._encoding)
-        if bits is None:
-            raise MessageError(grpc.StatusCode.INTERNAL, "compressed message without grpc-encoding")
-        decompressor = zlib.decompressobj(bits)
-        try:
-            # One byte over the limit, so that zlib reaches the end of a message of the maximum size.
-            plain = decompressor.decompress(message, self._max_message + 1)
-        except zlib.error as error:
-            raise MessageError(grpc.StatusCode.INTERNAL, f"cannot decompress message: {error}") from None
-        if len(plain) > self._max_message:
-            raise MessageError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"Decompressed message larger than max ({self._max_message})",
-            )
-        if not decompressor.eof:
-            raise MessageError(grpc.StatusCode.INTERNAL, "compressed message is truncated")
-        return plain
-
-
-def compress_message(message: bytes, level: int) -> tuple[bytes, bytes]:
-    """Return the prefix and the gzip-compressed message."""
-    message = gzip.compress(message, level, mtime=0)
-    return b"\x01" + len(message).to_bytes(4, "big"), message
+    def _take(self, size: int) -> bytes:
+        """Remove `size` bytes, which are available."""
+        self._available -= size
+        parts: list[bytes | bytearray] = []
+        while size:
+            first, pos = self._pieces[0], self._pos
+            part = first[pos : pos + size]
+            size -= len(part)
+            if pos + len(part) == len(first):
+                self._pieces.popleft()
+                self._pos = 0
+            else:
+                self._pos = pos + len(part)
+            parts.append(part)
+        return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
 
 
 def message_prefix(message: bytes) -> bytes:

@@ -13,6 +13,7 @@ from neso.frontends.transport.http1.messages import (
     error_response,
     json_response,
 )
+from neso.frontends.transport.http1.parser import Rejection
 from neso.frontends.transport.http1.router import Router
 from neso.frontends.transport.http1.server import BindError, HttpServer, HttpServerOptions
 
@@ -26,6 +27,7 @@ __all__ = [
     "HttpServer",
     "HttpServerOptions",
     "PendingResponse",
+    "Rejection",
     "Request",
     "Response",
     "Router",

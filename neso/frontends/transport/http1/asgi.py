@@ -9,6 +9,7 @@ from typing import Any
 
 from neso.frontends.transport.http1.messages import HandlerResult, Request, Response, StreamingResponse
 from neso.frontends.transport.http1.server import HttpServer, HttpServerOptions
+from neso.frontends.transport.tcp import ConnectionLimits
 
 Message = MutableMapping[str, Any]
 AsgiCallable = Callable[
@@ -58,9 +59,14 @@ class AsgiApp:
 class AsgiServer(HttpServer):
     """An HTTP server of an ASGI application, with its lifespan."""
 
-    def __init__(self, app: AsgiApp | AsgiCallable, options: HttpServerOptions) -> None:
+    def __init__(
+        self,
+        app: AsgiApp | AsgiCallable,
+        options: HttpServerOptions,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         self._app = app if isinstance(app, AsgiApp) else AsgiApp(app)
-        super().__init__(self._app, options)
+        super().__init__(self._app, options, limits)
 
     async def start(self) -> None:
         await self._app.startup()

@@ -20,7 +20,7 @@ from neso.frontends.transport.http1.messages import (
     response_head,
 )
 from neso.frontends.transport.http1.parser import BODY, HEAD, IDLE, Rejection, RequestParser
-from neso.frontends.transport.tcp import enable_tcp_keepalive
+from neso.frontends.transport.tcp import Admission, enable_tcp_keepalive
 
 if TYPE_CHECKING:
     from neso.frontends.transport.http1.server import ServerContext
@@ -42,6 +42,7 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, context: ServerContext) -> None:
         self._context = context
         self._options = context.options
+        self._admission: Admission | None = None
         self._parser = RequestParser(context.options)
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made
         # The current request and its response.
@@ -66,6 +67,10 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
         self._transport.set_write_buffer_limits(high=self._options.write_buffer)
+        self._admission = self._context.limits.admit(transport)
+        if self._admission is None:
+            self._refuse()
+            return
         enable_tcp_keepalive(transport)
         self._context.connections.add(self)
 
@@ -92,6 +97,8 @@ class HttpConnection(asyncio.Protocol):
         self._parser.close()
         context = self._context
         context.connections.discard(self)
+        if self._admission is not None:
+            self._admission.release()
         if context.draining and not context.connections:
             context.idle.set()
 
@@ -369,13 +376,20 @@ class HttpConnection(asyncio.Protocol):
         """
         self._closing = self._lingering = True
         self._since = self._context.now
-        body = self._options.rejection_body(rejection.status, rejection.message)
-        date = self._context.date
-        self._transport.write(
-            response_head(rejection.status, JSON, (), len(body), date, "connection: close\r\n") + body
-        )
+        self._write_rejection(rejection)
         if self._transport.can_write_eof():
             self._transport.write_eof()
+
+    def _refuse(self) -> None:
+        """Close a connection beyond the limits. It is not counted, so it must not linger."""
+        self._closing = True
+        self._write_rejection(Rejection(503, "too many connections"))
+        self._transport.close()
+
+    def _write_rejection(self, rejection: Rejection) -> None:
+        status, body = self._options.rejection(rejection)
+        head = response_head(status, JSON, (), len(body), self._context.date, "connection: close\r\n")
+        self._transport.write(head + body)
 
     def _close(self) -> None:
         self._closing = True

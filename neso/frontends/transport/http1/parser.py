@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,10 +31,15 @@ IDLE, HEAD, BODY = Phase  # globals, since lookup of enum members is slow
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Error response to the next request of a connection. No bytes after that request are parsed."""
+    """Error response to the next request of a connection. No bytes after that request are parsed.
+
+    `target` and `headers`: those of the request, if it was rejected after its headers were received.
+    """
 
     status: int
     message: str
+    target: bytes = field(default=b"", compare=False)
+    headers: Mapping[bytes, bytes] = field(default_factory=dict, compare=False)
 
 
 class RequestParser:
@@ -99,7 +105,7 @@ class RequestParser:
         self._body.clear()
 
     def _reject(self, status: int, message: str) -> None:
-        self.rejection = Rejection(status, message)
+        self.rejection = Rejection(status, message, self._target, self._headers)
         self._body.clear()
 
     def _stop(self, status: int, message: str) -> NoReturn:

@@ -14,11 +14,12 @@ from email.utils import formatdate
 
 from neso.frontends.transport.http1.connection import HttpConnection
 from neso.frontends.transport.http1.messages import Handler, error_body, response_head
-from neso.frontends.transport.tcp import tls_arguments
+from neso.frontends.transport.http1.parser import Rejection
+from neso.frontends.transport.tcp import ConnectionLimits, tls_arguments
 
 
-def _json_error(status: int, message: str) -> bytes:
-    return error_body(message)
+def _json_error(rejection: Rejection) -> tuple[int, bytes]:
+    return rejection.status, error_body(rejection.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class HttpServerOptions:
 
     `header_timeout`: from the first byte of a request to the end of its headers. `body_timeout`: longest pause within a
     body. `write_timeout`: longest time that the write buffer may stay full. `linger`: how long a rejected client may
-    continue to send, so that it can read the error. `rejection_body(status, message)`: JSON body of errors raised
+    continue to send, so that it can read the error. `rejection`: returns status and JSON body of an error raised
     before the handler runs. `tls`: PEM files to serve HTTPS; the handshake is limited by `header_timeout`.
     `reuse_port`: share the port with other processes.
     """
@@ -46,7 +47,7 @@ class HttpServerOptions:
     backlog: int = 2048
     reuse_port: bool = False
     tls: ssl.SSLContext | None = None
-    rejection_body: Callable[[int, str], bytes] = _json_error
+    rejection: Callable[[Rejection], tuple[int, bytes]] = _json_error
 
     @property
     def tick(self) -> float:
@@ -64,9 +65,16 @@ class ServerContext:
     system call.
     """
 
-    def __init__(self, handler: Handler, options: HttpServerOptions, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        options: HttpServerOptions,
+        limits: ConnectionLimits,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         self.handler = handler
         self.options = options
+        self.limits = limits
         self.loop = loop
         self.connections: set[HttpConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -99,11 +107,14 @@ class BindError(OSError):
 
 
 class HttpServer:
-    """Serves a handler over HTTP/1.1 on the running event loop."""
+    """Serves a handler over HTTP/1.1 on the running event loop. `limits`: on connections, may be shared by servers."""
 
-    def __init__(self, handler: Handler, options: HttpServerOptions) -> None:
+    def __init__(
+        self, handler: Handler, options: HttpServerOptions, limits: ConnectionLimits | None = None
+    ) -> None:
         self._handler = handler
         self.options = options
+        self._limits = limits or ConnectionLimits()
         self._server: asyncio.Server | None = None
         self._context: ServerContext | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -124,7 +135,7 @@ class HttpServer:
     async def start(self) -> None:
         """Listen. Raises `BindError`."""
         loop = asyncio.get_running_loop()
-        context = ServerContext(self._handler, self.options, loop)
+        context = ServerContext(self._handler, self.options, self._limits, loop)
         try:
             self._server = await loop.create_server(
                 lambda: HttpConnection(context),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from neso.frontends.transport.http2 import frames
-from neso.frontends.transport.http2.flow_control import FrameWriter
+from neso.frontends.transport.http2.flow_control import FrameWriter, MemoryAccount
 from neso.frontends.transport.http2.frame_handler import FrameHandler
 from neso.frontends.transport.http2.frames import (
     DEFAULT_WINDOW,
@@ -20,7 +21,7 @@ from neso.frontends.transport.http2.headers import Headers
 from neso.frontends.transport.http2.lifetime import GracefulGoAway, Keepalive
 from neso.frontends.transport.http2.settings import Http2Options, PeerSettings
 from neso.frontends.transport.http2.stream import Application, Http2Stream
-from neso.frontends.transport.tcp import enable_tcp_keepalive
+from neso.frontends.transport.tcp import Admission, ConnectionLimits, enable_tcp_keepalive
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +33,20 @@ _MAX_BYTES_PER_TURN = 64 << 10  # bytes that one stream sends before the next st
 _MAX_UNSENT = 16 << 20  # bytes of control frames that are buffered for a client that does not read
 _LINGER = 1.0  # seconds; closing a socket with unread data discards sent data
 
+ReceivedFrames = Iterator[tuple[int, int, int, bytes]]
+"""Type, flags, stream id and payload of frames."""
+
 
 class ServerContext:
     """State shared by the connections of one server. `on_empty` is called when the last connection is lost."""
 
-    def __init__(self, application: Application, options: Http2Options) -> None:
+    def __init__(
+        self, application: Application, options: Http2Options, limits: ConnectionLimits | None = None
+    ) -> None:
         self.application = application
         self.options = options
+        self.limits = limits or ConnectionLimits()
+        self.memory = MemoryAccount(options.max_server_memory)
         self.connections: set[Http2Connection] = set()
         self.draining = False
         self.on_empty: Callable[[], None] = lambda: None
@@ -55,6 +63,7 @@ class Http2Connection(asyncio.Protocol):
     def __init__(self, context: ServerContext) -> None:
         self._context = context
         self.options = context.options
+        self.memory = MemoryAccount(self.options.max_connection_memory, context.memory)
         self.streams: dict[int, Http2Stream] = {}
         self.peer_settings = PeerSettings()
         self.max_frame = self.peer_settings.max_frame
@@ -63,9 +72,15 @@ class Http2Connection(asyncio.Protocol):
         # Streams with queued data and an open stream window, in round-robin order.
         self._ready: OrderedDict[Http2Stream, None] = OrderedDict()
         self._handler = FrameHandler(self)
+        self.ignore = self._handler.ignore
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made
+        self._admission: Admission | None = None
         self._refuse_streams = False
         self._closed = False
+        # Frames that did not fit in one turn of the event loop. Reading is paused while there are any.
+        self._unhandled: ReceivedFrames | None = None
+        self._received: list[bytes] = []  # bytes that arrived before reading was paused
+        self._reading_paused = False
         self._close_timers: list[asyncio.TimerHandle] = []
 
     # asyncio.Protocol.
@@ -78,6 +93,11 @@ class Http2Connection(asyncio.Protocol):
         self.writer = FrameWriter(self._transport, options.write_timeout, self.abort)
         self.keepalive = Keepalive(self, options)
         self.graceful_goaway = GracefulGoAway(self.writer, self._send_final_goaway)
+        self._admission = self._context.limits.admit(transport)
+        if self._admission is None:
+            logger.debug("too many connections: closing that of %s", self.peer)
+            self.abort()
+            return
         self._context.connections.add(self)
         if self._context.draining:
             self._close()
@@ -85,12 +105,24 @@ class Http2Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closed:
             return
+        if self._unhandled is None:
+            self._handle_frames(self._handler.parse(data))
+        else:
+            self._received.append(data)
+
+    def _handle_frames(self, received: ReceivedFrames) -> None:
+        """Handle frames for one turn of the event loop; the rest is handled in the next turns."""
         self.writer.cork()
+        handle = self._handler.handle
+        end = time.monotonic() + self.options.turn
         try:
-            for frame in self._handler.parse(data):
-                self._handler.handle(*frame)
+            for frame in received:
+                handle(*frame)
                 if self._closed:
                     return
+                if time.monotonic() >= end:
+                    self._continue_later(received)
+                    break
         except PrefaceError as error:
             if error.http1:
                 self.writer.write(_HTTP1_RESPONSE)
@@ -106,6 +138,24 @@ class Http2Connection(asyncio.Protocol):
         if not self.writer.writable and self.writer.unsent > _MAX_UNSENT:
             self.abort()
 
+    def _continue_later(self, rest: ReceivedFrames) -> None:
+        if not self._reading_paused:
+            self._reading_paused = True
+            self._transport.pause_reading()
+        self._unhandled = rest
+        asyncio.get_running_loop().call_soon(self._continue)
+
+    def _continue(self) -> None:
+        rest, self._unhandled = self._unhandled, None
+        if rest is None or self._closed:
+            return
+        self._handle_frames(rest)
+        while self._unhandled is None and self._received and not self._closed:
+            self._handle_frames(self._handler.parse(self._received.pop(0)))
+        if self._unhandled is None and not self._closed:
+            self._reading_paused = False
+            self._transport.resume_reading()
+
     def eof_received(self) -> None:
         self._close()
         self._transport.close()
@@ -119,6 +169,8 @@ class Http2Connection(asyncio.Protocol):
         self._reset_streams()
         context = self._context
         context.connections.discard(self)
+        if self._admission is not None:
+            self._admission.release()
         if not context.connections:
             context.on_empty()
 
@@ -173,6 +225,10 @@ class Http2Connection(asyncio.Protocol):
         self._ready[stream] = None
         self._send_ready_streams()
 
+    def on_stream_completed(self) -> None:
+        """A response is complete, so the client may cancel another request."""
+        self._handler.resets.refund()
+
     def remove_stream(self, stream: Http2Stream) -> None:
         """Remove a stream whose local side is closed. Frames received for it later are dropped."""
         self.streams.pop(stream.number, None)
@@ -185,12 +241,12 @@ class Http2Connection(asyncio.Protocol):
     def open_stream(self, number: int, end: bool, headers: Headers, length: int | None) -> None:
         """Start a request. `end`: the request has no body. `length`: its Content-Length."""
         options = self.options
-        if (
-            self._refuse_streams
-            or len(self.streams) >= options.max_streams
-            or self.queued > options.max_queued
-        ):
+        excess = len(self.streams) >= options.max_streams
+        if self._refuse_streams or excess or self.queued > options.max_queued:
+            if excess:  # the client ignores MAX_CONCURRENT_STREAMS
+                self._handler.resets.consume()
             self.writer.write(frames.reset_frame(number, ErrorCode.REFUSED_STREAM))
+            self.ignore(number)
             return
         stream = self.streams[number] = Http2Stream(self, number, length)
         stream.remote_closed = end

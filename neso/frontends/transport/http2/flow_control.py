@@ -1,9 +1,10 @@
-"""Flow control in both directions: receive windows, the write buffer, and limits on costly client actions."""
+"""Flow control in both directions: receive windows, memory of requests, write buffer, limits on costly actions."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from neso.frontends.transport.http2.frames import ErrorCode, Http2ConnectionError
@@ -12,13 +13,17 @@ _LARGE = 64 << 10  # bytes; larger payloads are not copied to join them with oth
 
 
 class ReceiveWindow:
-    """Bytes that a client may still send on a connection or stream. Credit is returned in large increments."""
+    """Bytes that a client may still send on a connection or stream. Credit is returned in large increments.
 
-    __slots__ = ("_available", "_consumed", "_size")
+    `extend` admits a message that is larger than the window; the credit of its bytes is then not returned.
+    """
+
+    __slots__ = ("_available", "_consumed", "_extension", "_size")
 
     def __init__(self, size: int) -> None:
         self._size = self._available = size
         self._consumed = 0
+        self._extension = 0
 
     def receive(self, size: int) -> bool:
         """Account for received bytes. Returns False if they exceed the window."""
@@ -27,6 +32,10 @@ class ReceiveWindow:
 
     def consume(self, size: int) -> int:
         """Account for processed bytes. Returns the WINDOW_UPDATE increment to send now; 0: send no update."""
+        if self._extension:
+            extended = min(self._extension, size)
+            self._extension -= extended
+            size -= extended
         consumed = self._consumed + size
         if consumed * 2 < self._size:
             self._consumed = consumed
@@ -34,6 +43,126 @@ class ReceiveWindow:
         self._consumed = 0
         self._available += consumed
         return consumed
+
+    def allows(self, size: int) -> bool:
+        """Whether the client may send `size` bytes now."""
+        return size <= self._available
+
+    def extend(self, size: int) -> int:
+        """Let the client send at least `size` bytes. Returns the WINDOW_UPDATE increment to send now, or 0."""
+        missing = size - self._available
+        if missing <= 0:
+            return 0
+        self._extension += missing
+        self._available = size
+        return missing
+
+
+class MemoryAccount:
+    """Bytes of requests that are held in memory, on one connection or, without a parent, on the server.
+
+    `take` accounts for bytes that have arrived. `reserve` accounts for bytes that the client may send, and waits until
+    there is room; waiting clients are held back by flow control. Reservations use 7/8 of the limit, so that large
+    messages do not keep out small ones.
+    """
+
+    __slots__ = ("_blocked", "_limit", "_parent", "_waiting", "used")
+
+    def __init__(self, limit: int, parent: MemoryAccount | None = None) -> None:
+        self._limit = limit
+        self._parent = parent
+        self._waiting: deque[Reservation] = deque()
+        # Accounts whose first reservation waits for this one.
+        self._blocked: OrderedDict[MemoryAccount, None] = OrderedDict()
+        self.used = 0
+
+    def take(self, size: int) -> bool:
+        """Account for `size` bytes. Returns False, and accounts for nothing, if they exceed a limit."""
+        if self.used + size > self._limit or not (self._parent is None or self._parent.take(size)):
+            return False
+        self.used += size
+        return True
+
+    def release(self, size: int) -> None:
+        """Undo `take` or a granted reservation of `size` bytes."""
+        self.used -= size
+        parent = self._parent
+        if parent is not None:
+            parent.release(size)
+            if self._waiting:
+                self._grant()
+        while self._blocked:
+            account, _ = self._blocked.popitem(last=False)
+            if not account._grant():
+                self._blocked.move_to_end(account, last=False)
+                return
+
+    def reserve(self, size: int, on_granted: Callable[[], None]) -> Reservation | None:
+        """Reserve `size` bytes. Returns None if they are granted at once; else `on_granted` is called when they are.
+
+        Raises `OverflowError` if the limits never allow so much.
+        """
+        if not self._waiting and self._has_room(size):
+            self._add(size)
+            return None
+        if size > self._max_reserved:
+            raise OverflowError(f"{size} bytes exceed the memory for requests ({self._max_reserved} bytes)")
+        reservation = Reservation(self, size, on_granted)
+        self._waiting.append(reservation)
+        if len(self._waiting) == 1:
+            self._grant()  # finds no room; registers this account with the parent
+        return reservation
+
+    @property
+    def _max_reserved(self) -> int:
+        own = self._limit - self._limit // 8
+        return own if self._parent is None else min(own, self._parent._max_reserved)
+
+    def _has_room(self, size: int) -> bool:
+        """Whether a reservation fits now."""
+        if self.used + size > self._limit - self._limit // 8:
+            return False
+        return self._parent is None or self._parent._has_room(size)
+
+    def _grant(self) -> bool:
+        """Grant reservations in order. Returns False if the first one must wait for the parent."""
+        while self._waiting:
+            first = self._waiting[0]
+            if first.cancelled:
+                self._waiting.popleft()
+            elif self._has_room(first.size):
+                self._waiting.popleft()
+                self._add(first.size)
+                first.on_granted()
+            else:
+                parent = self._parent
+                if parent is None or parent._has_room(first.size):
+                    return True
+                parent._blocked[self] = None
+                return False
+        return True
+
+    def _add(self, size: int) -> None:
+        self.used += size
+        if self._parent is not None:
+            self._parent._add(size)
+
+
+class Reservation:
+    """Bytes that wait for room in a `MemoryAccount`."""
+
+    __slots__ = ("_account", "cancelled", "on_granted", "size")
+
+    def __init__(self, account: MemoryAccount, size: int, on_granted: Callable[[], None]) -> None:
+        self._account = account
+        self.size = size
+        self.on_granted = on_granted
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """Stop waiting."""
+        self.cancelled = True
+        self._account._grant()
 
 
 class FrameWriter:
@@ -143,6 +272,8 @@ class FrameWriter:
 class TokenBucket:
     """Limits client actions that cost the server more than the client: `burst` at once, then `rate` per second.
 
+    An action costs one token or more. `refund` returns tokens for useful actions.
+
     `name`: plural name of the action for the error message.
     """
 
@@ -154,9 +285,9 @@ class TokenBucket:
         self._rate = rate
         self._updated_at = time.monotonic()
 
-    def consume(self) -> None:
-        """Take one token. Raises `Http2ConnectionError` if the bucket is empty."""
-        self._tokens -= 1
+    def consume(self, tokens: float = 1.0) -> None:
+        """Take tokens. Raises `Http2ConnectionError` if the bucket is empty."""
+        self._tokens -= tokens
         if self._tokens >= 0:
             return
         now = time.monotonic()
@@ -164,3 +295,8 @@ class TokenBucket:
         self._updated_at = now
         if self._tokens < 0:
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, f"too many {self._name}")
+
+    def refund(self) -> None:
+        """Return one token."""
+        if self._tokens < self._burst:
+            self._tokens += 1

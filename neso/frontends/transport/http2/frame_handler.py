@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from neso.frontends.transport.http2 import frames
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MAX_IGNORED = 1000  # streams closed by the server whose frames may still arrive
+_STREAMS_PER_TOKEN = 16  # SETTINGS change the window of each open stream
+_SETTING_SIZE = 6  # bytes
+
 
 class FrameHandler:
     """Parses the bytes of one connection into frames, validates them and applies them to the connection.
@@ -42,11 +47,20 @@ class FrameHandler:
         self._blocks = HeaderBlockReader(options.max_header_list)
         self._decoder = HeaderDecoder(options.max_header_list)
         self._window = ReceiveWindow(options.connection_window)
-        # Cancelling is cheap and common, so the burst is large; opening and resetting streams forever is an attack.
-        self._resets = TokenBucket("stream resets", 10_000, 200)
-        self._useless_frames = TokenBucket("frames without effect", 1000, 100)
+        # Clients cancel calls, so completed streams return a token; opening and resetting streams forever is an attack.
+        self.resets = TokenBucket("stream resets", options.reset_burst, options.reset_rate)
+        self._useless_frames = TokenBucket(
+            "frames without effect", options.useless_burst, options.useless_rate
+        )
+        self._ignored: OrderedDict[int, None] = OrderedDict()
         self.settings_received = False
         self.last_stream = 0
+
+    def ignore(self, number: int) -> None:
+        """Ignore the frames that the client sends before it knows that the server has closed a stream."""
+        self._ignored[number] = None
+        if len(self._ignored) > _MAX_IGNORED:
+            self._ignored.popitem(last=False)
 
     def handle(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         """Process a frame, given by its type, flags, stream id and payload. Raises `Http2ConnectionError`."""
@@ -82,9 +96,10 @@ class FrameHandler:
 
     def _reset_stream(self, number: int, error: Http2StreamError) -> None:
         logger.debug("HTTP/2 stream %d of %s ends: %s", number, self._connection.peer, error)
-        self._resets.consume()  # as costly as a reset by the client
+        self.resets.consume()  # as costly as a reset by the client
         stream = self._connection.streams.get(number)
         if stream is None:
+            self.ignore(number)
             self._connection.writer.write(frames.reset_frame(number, error.code))
         else:
             stream.reset(error.code)
@@ -104,7 +119,9 @@ class FrameHandler:
         stream = self._connection.streams.get(number)
         if stream is None:
             self._check_not_idle(number)
-            return  # closed locally; the client may not have been notified yet
+            if number not in self._ignored:
+                raise Http2StreamError(ErrorCode.STREAM_CLOSED, "DATA on a closed stream")
+            return
         stream.receive_data(size, len(data), bool(flags & END_STREAM))
         if data:
             stream.events.on_data(data)
@@ -134,15 +151,16 @@ class FrameHandler:
             end = bool(flags & END_STREAM)
             if end and length:
                 raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "body shorter than content-length")
+            if self._blocks.depends_on == number:
+                raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "the stream depends on itself")
             self._connection.open_stream(number, end, headers, length)
             return
         stream = self._connection.streams.get(number)
         if stream is None:
-            if headers and headers[0][0].startswith(b":"):
-                raise Http2ConnectionError(
-                    ErrorCode.PROTOCOL_ERROR, f"stream id {number} is not larger than the last one"
-                )
-            return  # trailers of a stream that is closed locally
+            self._useless_frames.consume()
+            if number not in self._ignored or (headers and headers[0][0].startswith(b":")):
+                raise Http2ConnectionError(ErrorCode.STREAM_CLOSED, f"HEADERS on the closed stream {number}")
+            return
         error = trailers_error(headers)
         if stream.remote_closed:
             raise Http2StreamError(ErrorCode.STREAM_CLOSED, "HEADERS after the end of the stream")
@@ -158,15 +176,17 @@ class FrameHandler:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "PRIORITY on stream 0")
         if len(payload) != 5:
             raise Http2StreamError(ErrorCode.FRAME_SIZE_ERROR, "PRIORITY with an invalid length")
+        if int.from_bytes(payload[:4], "big") & MAX_WINDOW == number:
+            raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "the stream depends on itself")
 
     def _on_reset(self, flags: int, number: int, payload: bytes) -> None:
         if len(payload) != 4:
             raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "RST_STREAM with an invalid length")
         self._check_not_idle(number)
-        self._resets.consume()
+        self.resets.consume()
         stream = self._connection.streams.get(number)
         if stream is not None:
-            stream.close()
+            stream.close(by_client=True)
             stream.events.on_reset()
 
     def _on_settings(self, flags: int, number: int, payload: bytes) -> None:
@@ -174,9 +194,11 @@ class FrameHandler:
         if flags & frames.ACK:
             if payload:
                 raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS with an invalid length")
+            self._useless_frames.consume()
             return
-        self._useless_frames.consume()
         connection = self._connection
+        entries = len(payload) // _SETTING_SIZE
+        self._useless_frames.consume(1 + (entries + len(connection.streams)) / _STREAMS_PER_TOKEN)
         growth = connection.peer_settings.update(payload)
         connection.max_frame = connection.peer_settings.max_frame
         connection.writer.write(frames.SETTINGS_ACK)
@@ -191,6 +213,7 @@ class FrameHandler:
         self._check_connection_frame(number, "PING")
         if len(payload) != 8:
             raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "PING with an invalid length")
+        self._useless_frames.consume()
         if flags & frames.ACK:
             self._connection.graceful_goaway.on_ping_ack(payload)
             return

@@ -5,6 +5,7 @@ Responses are encoded as literals without the dynamic table, so an encoded block
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,9 @@ import hpack
 
 from neso.frontends.transport.http2 import frames
 from neso.frontends.transport.http2.frames import ErrorCode, Http2ConnectionError, Http2StreamError
+
+# hpack logs every header at DEBUG, with values that may be secret.
+logging.getLogger("hpack").setLevel(logging.WARNING)
 
 _MAX_CACHED = 64  # header blocks of a connection
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
@@ -111,12 +115,14 @@ class HeaderBlockReader:
     """Joins a HEADERS frame and its CONTINUATION frames. `max_size`: bytes per block.
 
     `open`: stream id and flags of an incomplete block, whose next frame must be a CONTINUATION; None otherwise.
+    `depends_on`: the stream that the last HEADERS frame depends on, 0 without a priority.
     """
 
     def __init__(self, max_size: int) -> None:
         self._max_size = max_size
         self._data = bytearray()
         self.open: tuple[int, int] | None = None
+        self.depends_on = 0
 
     def on_headers(self, flags: int, stream: int, payload: bytes) -> bytes | None:
         """Return the block if the HEADERS frame completes it. Raises `Http2ConnectionError`."""
@@ -125,7 +131,12 @@ class HeaderBlockReader:
         if flags & frames.HAS_PRIORITY:
             if len(payload) < 5:
                 raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "HEADERS with an invalid length")
+            self.depends_on = int.from_bytes(payload[:4], "big") & frames.MAX_WINDOW
             payload = payload[5:]
+        elif self.depends_on:
+            self.depends_on = 0
+        if len(payload) > self._max_size:
+            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "header block too large")
         if flags & frames.END_HEADERS:
             return payload
         self.open = stream, flags

@@ -22,9 +22,14 @@ _MAX_FRAME = 1 << 20  # a larger frame is not faster and delays the other stream
 class Http2Options:
     """Sizes are in bytes, times in seconds.
 
-    `max_streams`: concurrent streams of a connection. `max_queued`: new requests are refused while more response data
-    than this is queued. `write_timeout`: a client that reads no data for this long while the `write_buffer` is full is
-    disconnected. `handshake_timeout`: time for a new connection to send its preface and SETTINGS.
+    `max_header_list`: of a request. `max_streams`: concurrent streams of a connection. `max_connection_memory`,
+    `max_server_memory`: request data held for one connection and for all. `max_queued`: new requests are refused while
+    more response data than this is queued. `write_timeout`: a client that reads no data for this long while the
+    `write_buffer` is full is disconnected. `handshake_timeout`: time for a new connection to send its preface and
+    SETTINGS. `turn`: after this long, the event loop serves other connections before the next frame of this one.
+
+    A client may do `reset_burst` and `useless_burst` actions at once, and `reset_rate` and `useless_rate` per second,
+    of those that cost the server more than the client: resets of streams, and frames without effect.
 
     `keepalive_time`: a client silent for this long receives a PING and has `keepalive_timeout` to respond. A client
     that sends PINGs more often than every `min_ping_interval` without receiving data, more than `max_ping_strikes`
@@ -33,11 +38,18 @@ class Http2Options:
     reconnects, and forcibly after another `max_age_grace`; None: no limit.
     """
 
-    max_header_list: int = 64 << 10
+    max_header_list: int = 16 << 10
     max_frame: int = 128 << 10
-    max_streams: int = 1 << 16
+    max_streams: int = 256
+    max_connection_memory: int = 256 << 20
+    max_server_memory: int = 1 << 30
+    reset_burst: int = 500
+    reset_rate: float = 100.0
+    useless_burst: int = 1000
+    useless_rate: float = 100.0
+    turn: float = 0.005
     max_queued: int = 1 << 30
-    stream_window: int = 4 << 20
+    stream_window: int = 1 << 20
     connection_window: int = 16 << 20
     write_buffer: int = 256 << 10
     write_timeout: float = 60.0

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from neso.frontends.transport.http2.flow_control import ReceiveWindow
+from neso.frontends.transport.http2.flow_control import ReceiveWindow, Reservation
 from neso.frontends.transport.http2.frames import (
     DATA,
     END_STREAM,
@@ -45,15 +45,20 @@ class Application(Protocol):
 class Http2Stream:
     """Sends the application's data within the client's flow-control windows. Created by the connection.
 
+    Received data counts as memory of the connection until the application calls `consumed`, or the stream ends.
+
     `local_closed`: the server's side is closed. `remote_closed`: the client's side is closed.
     """
 
     __slots__ = (
         "_connection",
         "_drained",
+        "_expected",
+        "_held",
         "_queue",
         "_receive_window",
         "_remaining_length",
+        "_reservation",
         "_trailers",
         "events",
         "local_closed",
@@ -71,6 +76,9 @@ class Http2Stream:
         self.local_closed = False
         self.remote_closed = False
         self._receive_window = ReceiveWindow(connection.options.stream_window)
+        self._held = 0  # bytes accounted for in the connection's memory
+        self._expected = 0  # of these, reserved for data that has not arrived
+        self._reservation: Reservation | None = None
         self._remaining_length = length  # bytes left of the request's Content-Length, None if absent
         self._queue: deque[memoryview] | None = (
             None  # data that does not fit the windows or the write buffer yet
@@ -123,8 +131,45 @@ class Http2Stream:
         if self.local_closed:
             raise ConnectionResetError("the client reset the stream")
 
+    def expect(self, size: int) -> None:
+        """Let the client send `size` more bytes before any are consumed; it waits until the server has room for them.
+
+        Raises `OverflowError` if the server never has.
+        """
+        missing = size - self._expected
+        if missing <= 0 or self._reservation is not None or self.remote_closed:
+            return
+        if self._receive_window.allows(size):
+            return
+
+        def grant() -> None:
+            self._reservation = None
+            self._held += missing
+            self._expected += missing
+            increment = self._receive_window.extend(size)
+            if increment:
+                self._connection.writer.write(window_update(self.number, increment))
+
+        self._reservation = self._connection.memory.reserve(missing, grant)
+        if self._reservation is None:
+            grant()
+
+    def hold(self, size: int) -> bool:
+        """Account for `size` bytes that the application created from the body. Returns False if there is no room."""
+        if self.local_closed or not self._connection.memory.take(size):
+            return False
+        self._held += size
+        return True
+
+    def release(self, size: int) -> None:
+        """Undo `hold`. The end of the stream does so too."""
+        size = min(size, self._held)
+        self._held -= size
+        self._connection.memory.release(size)
+
     def consumed(self, size: int) -> None:
         """Return `size` bytes of processed body to the client's window."""
+        self.release(size)
         if self.remote_closed or self.local_closed:
             return
         increment = self._receive_window.consume(size)
@@ -150,6 +195,13 @@ class Http2Stream:
             self._remaining_length -= data_size
             if self._remaining_length < 0:
                 raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "body longer than content-length")
+        if self._expected:
+            expected = min(self._expected, frame_size)
+            self._expected -= expected
+            if expected < frame_size:
+                self._take(frame_size - expected)
+        else:
+            self._take(frame_size)
         if end:
             self.close_remote()
         elif frame_size != data_size:
@@ -158,6 +210,8 @@ class Http2Stream:
     def close_remote(self) -> None:
         """Handle the end of the request body. Raises `Http2StreamError` if the body is too short."""
         self.remote_closed = True
+        if self._reservation is not None or self._expected:
+            self._drop_reservation()
         if self._remaining_length:
             raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "body shorter than content-length")
 
@@ -192,17 +246,40 @@ class Http2Stream:
             self._end(b"", self._trailers)
         return False
 
-    def close(self) -> None:
+    def close(self, by_client: bool = False) -> None:
         """Close both sides and drop queued data."""
+        if not (self.remote_closed or by_client):
+            self._connection.ignore(self.number)
         self.local_closed = self.remote_closed = True
         if self._queue:
             self._connection.queued -= sum(map(len, self._queue))
             self._queue = None
         self._trailers = None
         self._wake_drain()
+        self._release_all()
         self._connection.remove_stream(self)
 
     # Internal.
+
+    def _take(self, size: int) -> None:
+        if not self._connection.memory.take(size):
+            raise Http2StreamError(ErrorCode.ENHANCE_YOUR_CALM, "the server holds too much request data")
+        self._held += size
+
+    def _drop_reservation(self) -> None:
+        if self._reservation is not None:
+            self._reservation.cancel()
+            self._reservation = None
+        expected, self._expected = self._expected, 0
+        self.release(expected)
+
+    def _release_all(self) -> None:
+        if self._reservation is not None:
+            self._reservation.cancel()
+            self._reservation = None
+        held, self._held, self._expected = self._held, 0, 0
+        if held:
+            self._connection.memory.release(held)
 
     def _enqueue(self, data: bytes) -> None:
         if self._queue is None:
@@ -220,6 +297,9 @@ class Http2Stream:
         frames += connection.header_frames(self.number, trailers, END_STREAM)
         if not self.remote_closed:
             frames += reset_frame(self.number, ErrorCode.NO_ERROR)
+            connection.ignore(self.number)
         self.local_closed = True
         connection.writer.write(frames)
+        self._release_all()
+        connection.on_stream_completed()
         connection.remove_stream(self)

@@ -10,6 +10,7 @@ from neso import load_tokenizer
 
 PASS_THROUGH = ("CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS")
 FALSE = ("false", "0", "no", "f", "n")
+TOKENIZER_TYPES = ("auto", "llama")
 
 
 class TritonPythonModel:
@@ -17,6 +18,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self.has_batch_dim = config["max_batch_size"] > 0
+        check_tokenizer_type(parameters.get("tokenizer_type", ""))
         self.tokenizer = load_tokenizer(parameters["tokenizer_dir"])
         self.skip_special_tokens = parameters.get("skip_special_tokens", "").lower() not in FALSE
 
@@ -65,3 +67,8 @@ class TritonPythonModel:
             skip_special_tokens=self.skip_special_tokens, prompt_token_ids=preceding_ids
         )
         return detokenizer.add(ids)
+
+
+def check_tokenizer_type(name):
+    if name and not name.startswith("${") and name not in TOKENIZER_TYPES:
+        raise ValueError(f"tokenizer_type: is '{name}', expected one of {', '.join(TOKENIZER_TYPES)}")

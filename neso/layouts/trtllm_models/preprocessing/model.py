@@ -7,8 +7,13 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from neso import load_tokenizer
+from neso.generation import cut_text
 
+# Texts beyond this multiple of the model's positions are rejected before they are tokenized as a whole. The exact limit
+# is checked by tensorrt_llm, which can have a larger context than its checkpoint.
+MAX_CONTEXTS = 8
 FALSE = ("false", "0", "no")
+TOKENIZER_TYPES = ("auto", "llama")
 
 
 class TritonPythonModel:
@@ -16,13 +21,16 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self.has_batch_dim = config["max_batch_size"] > 0
+        check_tokenizer_type(parameters.get("tokenizer_type", ""))
         self.tokenizer = load_tokenizer(parameters["tokenizer_dir"])
         self.add_special_tokens = parameters.get("add_special_tokens", "").lower() not in FALSE
         eos_ids = self.tokenizer.eos_token_ids
         self.end_id = eos_ids[0] if eos_ids else -1
         pad_id = self.tokenizer.pad_token_id
         self.pad_id = self.end_id if pad_id is None else pad_id
-        self.vocab_size = read_vocab_size(parameters.get("gpt_model_path", "")) or self.tokenizer.vocab_size
+        model_config = read_model_config(parameters.get("gpt_model_path", ""))
+        self.vocab_size = int(model_config.get("vocab_size", 0)) or self.tokenizer.vocab_size
+        self.max_tokens = MAX_CONTEXTS * int(model_config.get("max_position_embeddings", 0))
 
     def execute(self, requests):
         return [self.process(request) for request in requests]
@@ -62,7 +70,9 @@ class TritonPythonModel:
         }
         if "DECODER_QUERY" in inputs:
             decoder_ids, decoder_lengths = self.encode("DECODER_QUERY", inputs)
-            outputs |= {"DECODER_INPUT_ID": decoder_ids, "REQUEST_DECODER_INPUT_LEN": decoder_lengths}
+        else:  # the start token of a decoder, which models without an encoder ignore
+            decoder_ids, decoder_lengths = outputs["OUT_PAD_ID"], np.ones((batch_size, 1), np.int32)
+        outputs |= {"DECODER_INPUT_ID": decoder_ids, "REQUEST_DECODER_INPUT_LEN": decoder_lengths}
         if "PROMPT_TABLE_EXTRA_ID" in inputs:
             # Ids beyond the vocabulary are rows of the prompt embedding table.
             is_virtual = input_ids >= self.vocab_size
@@ -72,6 +82,10 @@ class TritonPythonModel:
     def encode(self, name, inputs):
         """Tokenize an input. Returns ids int32[batch, longest], padded on the right, and lengths int32[batch, 1]."""
         texts = [decode_text(name, text) for text in inputs[name].flat]
+        for text in texts if self.max_tokens else ():
+            _, at_least = cut_text(self.tokenizer, text, self.max_tokens)
+            if at_least:
+                raise ValueError(f"{name}: is at least {at_least} tokens long, too long for the model")
         ids = self.tokenizer.encode_batch(texts, add_special_tokens=self.add_special_tokens)
         return pad(ids, self.pad_id), np.array([[len(row)] for row in ids], np.int32)
 
@@ -112,6 +126,11 @@ class TritonPythonModel:
         return biases
 
 
+def check_tokenizer_type(name):
+    if name and not name.startswith("${") and name not in TOKENIZER_TYPES:
+        raise ValueError(f"tokenizer_type: is '{name}', expected one of {', '.join(TOKENIZER_TYPES)}")
+
+
 def decode_text(name, data):
     try:
         return data.decode()
@@ -128,7 +147,7 @@ def pad(rows, value, length=None):
     return array
 
 
-def read_vocab_size(model_path):
-    """Read the vocabulary size of the checkpoint, which can exceed the tokenizer's; 0 if unknown."""
+def read_model_config(model_path):
+    """Read the checkpoint's config.json; empty if there is none. Its vocabulary can exceed the tokenizer's."""
     path = Path(model_path) / "config.json"
-    return int(json.loads(path.read_text()).get("vocab_size", 0)) if path.is_file() else 0
+    return json.loads(path.read_text()) if path.is_file() else {}

@@ -84,11 +84,11 @@ class TritonPythonModel:
             raise RequestError.invalid("text_input: has no rows")
         rows = [{name: array[i : i + 1] for name, array in inputs.items()} for i in range(batch_size)]
         if batch_size == 1:
-            responses = self.generate_row(rows[0], request.request_id(), {})
+            responses = self.generate_row(rows[0], request, {})
         else:
             responses = merge(
                 [
-                    self.generate_row(row, request.request_id(), {"batch_index": np.array([[i]], np.int32)})
+                    self.generate_row(row, request, {"batch_index": np.array([[i]], np.int32)})
                     for i, row in enumerate(rows)
                 ]
             )
@@ -96,8 +96,9 @@ class TritonPythonModel:
             async for outputs in responses:
                 yield outputs
 
-    async def generate_row(self, inputs, request_id, extra_outputs):
+    async def generate_row(self, inputs, request, extra_outputs):
         """Like `generate`, for one text: all arrays have batch dimension 1. `extra_outputs`: added to each response."""
+        request_id = request.request_id()
         prepared = await self.pipeline.preprocess(inputs)
         text_output = self.make_text_output(inputs, prepared)
         if read_flag(inputs, "num_draft_tokens"):
@@ -105,7 +106,9 @@ class TritonPythonModel:
             texts = await text_output.add(0, read_token_ids(outputs))
             yield self.make_outputs(texts, outputs, extra_outputs)
             return
-        async with self.pipeline.generate(prepared, request_id) as responses:
+        # tensorrt_llm uses parameters with the names of its inputs, and warns about others.
+        parameters = json.loads(request.parameters())
+        async with self.pipeline.generate(prepared, request_id, parameters=parameters) as responses:
             async for outputs in responses:
                 index = read_index(outputs, "sequence_index")
                 texts = await text_output.add(index, read_token_ids(outputs))

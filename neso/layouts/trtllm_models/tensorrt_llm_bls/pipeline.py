@@ -70,9 +70,9 @@ class Pipeline:
         return prepared
 
     @asynccontextmanager
-    async def generate(self, prepared, request_id, model=None):
+    async def generate(self, prepared, request_id, model=None, parameters=None):
         """Context of an async iterator over the outputs of tensorrt_llm. Leaving it cancels the generation."""
-        request = self.make_request(model or self.generation, prepared, request_id)
+        request = self.make_request(model or self.generation, prepared, request_id, parameters)
         responses = await request.async_exec(decoupled=True)
         try:
             yield self.iterate_outputs(responses)
@@ -125,11 +125,13 @@ class Pipeline:
         response = await self.make_request(self.postprocessing, inputs).async_exec()
         return [text.decode(errors="replace") for text in read_arrays(response)["OUTPUT"].flat]
 
-    def make_request(self, model, inputs, request_id=""):
+    def make_request(self, model, inputs, request_id="", parameters=None):
         tensors = [
             pb_utils.Tensor(name, array if self.has_batch_dim else array[0]) for name, array in inputs.items()
         ]
-        return pb_utils.InferenceRequest(model_name=model, inputs=tensors, request_id=request_id)
+        return pb_utils.InferenceRequest(
+            model_name=model, inputs=tensors, request_id=request_id, parameters=parameters
+        )
 
     def read_outputs(self, response):
         arrays = read_arrays(response)

@@ -16,6 +16,7 @@ from core_requests import ask, ask_slow, collect
 from eventually import until
 from repository_builder import IDENTITY_TENSORS, RepositoryBuilder
 
+from neso.backends import restarts
 from neso.backends.python.process import process_instances as instance_module
 from neso.backends.python.process.process_instances import State
 from neso.server.core import Core
@@ -165,7 +166,7 @@ async def test_idle_process_that_dies_is_restarted(start):
 
 
 async def test_restart_delay_backs_off_exponentially(start, monkeypatch):
-    monkeypatch.setattr(instance_module, "MIN_RESTART_DELAY", 0.2)
+    monkeypatch.setattr(restarts, "MIN_DELAY", 0.2)
     core, _ = await start()
     started = time.monotonic()
     for stream in [send(core, -2) for _ in range(3)]:
@@ -173,7 +174,7 @@ async def test_restart_delay_backs_off_exponentially(start, monkeypatch):
     assert await pid_of(core)
     assert time.monotonic() - started > 0.2 + 0.4
     (instance,) = core.model("fragile")._backend._instances._instances
-    assert instance._delay() == 0, "a finished execution resets the failure count"
+    assert instance._restarts.delay == 0, "a finished execution resets the failure count"
     assert (await answer(send(core, -2))).error is not None and await pid_of(core)
 
 
@@ -196,7 +197,7 @@ async def test_sequence_continues_after_a_crash(start):
 
 
 async def test_instance_stays_down_after_repeated_failed_starts(start, monkeypatch):
-    monkeypatch.setattr(instance_module, "MIN_RESTART_DELAY", 0.01)
+    monkeypatch.setattr(restarts, "MIN_DELAY", 0.01)
     core, folder = await start()
     (folder / "broken").touch()
     dying, waiting = send(core, -2), send(core, 1)

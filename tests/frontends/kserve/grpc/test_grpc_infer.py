@@ -131,12 +131,22 @@ async def test_parameters_round_trip(stub):
     [
         (
             {"inputs": [one_input()], "raw_input_contents": [bytes(7)]},
-            "byte size 7 for input 'IN_FP32', expecting 8",
+            "input byte size mismatch for input 'IN_FP32' for model 'identity'. Expected 8, got 7",
         ),
         (
             {"inputs": [one_input(datatype="FP33")], "raw_input_contents": [b""]},
             "'FP33' for tensor 'IN_FP33'",
         ),
+        (
+            {
+                "inputs": [one_input()],
+                "raw_input_contents": [bytes(8)],
+                "outputs": [{"name": "OUT_FP32"}, {"name": "OUT_FP32"}],
+            },
+            "output 'OUT_FP32' already exists in request",
+        ),
+        ({"inputs": [one_input(shape=[1] * 65)], "raw_input_contents": [bytes(4)]}, "it has 65 dimensions"),
+        ({"inputs": [one_input(shape=[0, 2**62])], "raw_input_contents": [b""]}, "exceed maximum size"),
         ({"inputs": [one_input(shape=[-1])], "raw_input_contents": [b""]}, "negative dimension"),
         ({"inputs": [one_input()], "raw_input_contents": [bytes(8)] * 2}, "got 2 for 1 inputs"),
         (
@@ -158,7 +168,7 @@ async def test_parameters_round_trip(stub):
             "element of input 'IN_INT8' is out of the range of INT8",
         ),
         ({"inputs": [one_input("FP16")]}, "FP16, which needs raw_input_contents"),
-        ({"inputs": [one_input("BYTES")], "raw_input_contents": [b"\x09\0\0\0abcd"]}, "for input 'IN_BYTES'"),
+        ({"inputs": [one_input("BYTES")], "raw_input_contents": [b"\x09\0\0\0abcd"]}, "input 'IN_BYTES'"),
         (
             {"inputs": [one_input(), one_input()], "raw_input_contents": [bytes(8)] * 2},
             "input 'IN_FP32' already exists in request",

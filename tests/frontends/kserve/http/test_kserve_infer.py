@@ -154,6 +154,12 @@ async def test_parameters(client) -> None:
     assert reply.json["parameters"] == own | fields
 
 
+def nested(depth: int, value: Any) -> Any:
+    for _ in range(depth + 1):
+        value = [value]
+    return value
+
+
 def wrong(change: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     entry = tensor("INT32", [1, 2]) | (change or {})
     return {"inputs": [{k: v for k, v in entry.items() if v is not None}], **more}
@@ -189,6 +195,21 @@ def wrong(change: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         (wrong({"data": [1, None]}), "non-signed-integer as signed-integer"),
         (wrong({"data": [1, "2"]}), "non-signed-integer as signed-integer"),
         (wrong({"data": [1, 2**31]}), "out of range for INT32"),
+        (wrong({"shape": [1] * 65, "data": [1]}), "it has 65 dimensions, at most 64 are supported"),
+        (
+            wrong({"shape": [2**4, 2**60 + 2]}),
+            "causes total element count to exceed maximum size of 9223372036854775807",
+        ),
+        (wrong({"shape": [2**2, 2**60 + 2]}), "byte size overflow for input 'IN_INT32'"),
+        (wrong({"shape": [0, 2**62], "data": []}), "causes total element count to exceed maximum size"),
+        ({"inputs": [tensor("BYTES", [], [0, 2**62])]}, "causes total element count to exceed maximum size"),
+        ({"inputs": [tensor("BYTES", ["a", "b"], [3])]}, "Shape does not match true shape of 'data' field"),
+        ({"inputs": [tensor("BYTES", ["a", "b"], [1] * 65)]}, "it has 65 dimensions"),
+        (b'{"x": NaN, "y": ' + b"1" * 5000 + b"}", "failed to parse the request JSON buffer"),
+        (
+            wrong({"shape": [1], "data": nested(99, 1)}),
+            "JSON nesting depth exceeds maximum allowed limit (100)",
+        ),
         (wrong({"data": [[1], [1, 2]]}), "ragged"),
         (wrong({"data": [[1], 2]}), "ragged"),
         (wrong({"data": [1, [2]]}), "ragged"),
@@ -205,6 +226,7 @@ def wrong(change: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         (wrong({"shape": [1, 2]}), "unexpected shape for input 'IN_INT32'"),
         ({"inputs": [tensor("BOOL", [True])] * 2}, "input 'IN_BOOL' already exists in request"),
         (wrong(outputs=[{"name": "NO"}]), "unexpected inference output 'NO' for model 'identity'"),
+        (wrong(outputs=[{"name": "OUT_INT32"}] * 2), "output 'OUT_INT32' already exists in request"),
         (wrong(outputs=[{}]), "Unable to parse 'name'"),
         (
             wrong(outputs=[{"name": "OUT_INT32", "parameters": {"binary_data": 1}}]),
@@ -245,7 +267,7 @@ async def test_invalid_requests(client, body, message) -> None:
         (
             b'{"inputs":[{"name":"IN_INT8","datatype":"INT8","shape":[2],"parameters":{"binary_data_size":1}}]}x',
             "97",
-            "unexpected total byte size 1 for input 'IN_INT8', expecting 2",
+            "input byte size mismatch for input 'IN_INT8' for model 'identity'. Expected 2, got 1",
         ),
     ],
 )
@@ -312,9 +334,35 @@ async def test_raw_binary_requests(client) -> None:
     assert (await post("batched", data[:-1])).status == 400
 
 
-async def test_body_size_limit(client) -> None:
-    reply = await client.post("/v2/models/identity/infer", bytes((1 << 20) + 1))
-    assert reply.status == 413 and "exceeds the limit" in reply.error
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        ({}, "request JSON size of 1048577 bytes exceeds the maximum allowed input size of 1048576 bytes."),
+        (
+            {"Inference_Header_Content_Length": "0"},
+            "Raw input has a byte_size (1048577 bytes) that exceeds the maximum allowed value of 1048576 bytes.",
+        ),
+    ],
+)
+async def test_body_size_limit(client, headers, message) -> None:
+    reply = await client.post("/v2/models/identity/infer", bytes((1 << 20) + 1), **headers)
+    assert reply.status == 400
+    assert reply.error == f"{message} Use --http-max-input-size to increase the limit."
+
+
+async def test_lists_of_the_maximum_depth(client) -> None:
+    body = {"inputs": [tensor("INT32", nested(98, 1), [1])]}
+    assert (await client.post("/v2/models/identity/infer", body)).status == 200
+
+
+async def test_large_empty_binary_tensor_is_rejected(client) -> None:
+    head = (
+        b'{"inputs":[{"name":"IN_INT8","datatype":"INT8","shape":[0,4611686018427387904],'
+        b'"parameters":{"binary_data_size":0}}]}'
+    )
+    length = str(len(head))
+    reply = await client.post("/v2/models/identity/infer", head, Inference_Header_Content_Length=length)
+    assert reply.status == 400 and "input 'IN_INT8'" in reply.error
 
 
 async def test_disconnect_cancels_the_request(front: KServeHttp) -> None:

@@ -94,7 +94,7 @@ async def test_load_with_config_and_file_overrides(client) -> None:
         ("models/text/load", {"parameters": {"file:1/x": "§"}}, "base64"),
         ("models/text/load", {"parameters": {"what": "x"}}, "unrecognized load parameter 'what'"),
         ("models/text/unload", {"parameters": {"unload_dependents": 1}}, "non-boolean as boolean"),
-        ("index", {"ready": 1}, "non-boolean as boolean"),
+        ("index", {"ready": 1}, "Invalid value for 'ready': expected a boolean"),
     ],
 )
 async def test_invalid_repository_requests(client, path, body, message) -> None:

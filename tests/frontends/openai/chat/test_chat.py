@@ -119,6 +119,29 @@ async def test_stream_equals_whole_response(client: AsgiClient, fields: dict[str
         }
 
 
+@pytest.mark.parametrize(
+    ("reply", "fields", "empty"),
+    [("hello 🦊 there", {}, {"content": ""}), (CALL, {"tools": TOOLS}, {})],
+    ids=["part of a character", "part of a tool call"],
+)
+async def test_stream_has_a_chunk_for_each_step(
+    client: AsgiClient,
+    script: ScriptedModel,
+    reply: str,
+    fields: dict[str, Any],
+    empty: dict[str, Any],
+) -> None:
+    """Also for steps whose text is held back."""
+    script.reply = lambda request, choice: reply
+    *chunks, last = await stream(client, stream_options={"include_usage": True}, **fields)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert len(deltas) > last["usage"]["completion_tokens"]
+    assert deltas[1:-1].count(empty) > 2
+    message = join(chunks)
+    assert (message["content"], len(message["calls"])) == (("", 1) if fields else (reply, 0))
+
+
 async def test_usage_of_a_stream(client: AsgiClient) -> None:
     *chunks, last = await stream(client, stream_options={"include_usage": True})
     assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
@@ -185,6 +208,24 @@ async def test_parallel_tool_calls(client: AsgiClient, script: ScriptedModel) ->
     first = (await chat(client, tools=TOOLS, parallel_tool_calls=False))["choices"][0]["message"]
     assert len(first["tool_calls"]) == 1
     assert len(join(await stream(client, tools=TOOLS, parallel_tool_calls=False))["calls"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ("auto", "tool_calls"),
+        ("required", "tool_calls"),
+        ({"type": "function", "function": {"name": "weather"}}, "stop"),
+    ],
+)
+async def test_finish_reason_of_calls(
+    client: AsgiClient, script: ScriptedModel, choice: Any, reason: str
+) -> None:
+    """As in the OpenAI API, "stop" if the request names the function."""
+    script.reply = lambda request, choice: CALL
+    whole = (await chat(client, tools=TOOLS, tool_choice=choice))["choices"][0]
+    assert len(whole["message"]["tool_calls"]) == 1 and whole["finish_reason"] == reason
+    assert join(await stream(client, tools=TOOLS, tool_choice=choice))["finish_reason"] == reason
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}])

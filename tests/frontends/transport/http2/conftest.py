@@ -16,7 +16,7 @@ async def make() -> AsyncIterator[Callable[..., Client]]:
     clients: list[Client] = []
 
     def client(**options: Any) -> Client:
-        clients.append(Client(Http2Options(**options)))
+        clients.append(Client(Http2Options(**{"turn": 60.0, **options})))  # tests send floods in one piece
         return clients[-1]
 
     yield client
@@ -24,6 +24,7 @@ async def make() -> AsyncIterator[Callable[..., Client]]:
         each.server.connection_lost(None)
         assert not each.server.streams
         assert not each.context.connections
+        assert not each.context.memory.used
 
 
 @pytest.fixture

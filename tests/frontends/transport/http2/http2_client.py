@@ -45,6 +45,7 @@ class FakeTransport(asyncio.Transport):
         self.written = bytearray()
         self.unsent = 0
         self.stalled = self.closed = self.aborted = self.eof = False
+        self.reading = True
         self.protocol: Http2Connection
         self.high = 0
 
@@ -68,6 +69,12 @@ class FakeTransport(asyncio.Transport):
     def writelines(self, list_of_data: Any) -> None:
         for data in list_of_data:
             self.write(data)
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
 
     def can_write_eof(self) -> bool:
         return True

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import weakref
 
 import h2.events
 import h2.settings
 import pytest
+from eventually import until
 from http2_client import HEAD, POST, REQUEST, TRAILERS, frame
 
 from neso.frontends.transport.http2 import ErrorCode, encode_headers, frames
+from neso.frontends.transport.http2.flow_control import MemoryAccount
 from neso.frontends.transport.http2.frames import MAX_WINDOW, frame_header, window_update
 
 Code = h2.settings.SettingCodes
@@ -296,7 +299,7 @@ async def test_invalid_frames_close_the_connection(client, data, code):
 async def test_stream_ids_must_increase(client):
     client.request(b""), client.request(b"")
     client.raw(frame(frames.HEADERS, 5, 1, POST))
-    assert client.goaway()[0] == ErrorCode.PROTOCOL_ERROR
+    assert client.goaway()[0] == ErrorCode.STREAM_CLOSED
 
 
 async def test_window_overflow_by_settings(client):
@@ -385,8 +388,139 @@ async def test_rapid_reset(client, by):
     client.server.data_received(flood)
     client.transport.written.clear()
     assert client.transport.eof
-    assert len(client.echo.of("begin")) < 11_000
+    assert len(client.echo.of("begin")) < 600
     assert len(client.echo.of("begin")) == len(client.echo.of("reset"))
+
+
+async def test_cancelling_is_free_beside_completed_requests(client):
+    for number in range(1, 4001, 4):
+        client.echo.hold = False
+        client.server.data_received(frame(frames.HEADERS, 5, number, POST))
+        client.echo.hold = True
+        client.server.data_received(frame(frames.HEADERS, 5, number + 2, POST))
+        client.server.data_received(frames.reset_frame(number + 2, ErrorCode.CANCEL))
+    client.transport.take()
+    assert not client.transport.eof
+    assert len(client.echo.of("reset")) == 1000
+
+
+async def test_requests_beyond_the_stream_limit_are_refused_then_end_the_connection(make):
+    client = make(max_streams=10).greet()
+    client.echo.hold = True
+    client.server.data_received(b"".join(frame(frames.HEADERS, 5, n, POST) for n in range(1, 101, 2)))
+    assert len(client.echo.of("begin")) == 10
+    assert not client.transport.eof
+    client.server.data_received(b"".join(frame(frames.HEADERS, 5, n, POST) for n in range(101, 2001, 2)))
+    assert client.transport.eof
+
+
+async def test_settings_cost_depends_on_the_open_streams(client):
+    client.echo.hold = True
+    client.server.data_received(b"".join(frame(frames.HEADERS, 4, n, POST) for n in range(1, 511, 2)))
+    assert len(client.server.streams) == 255
+    changes = [frame(frames.SETTINGS, 0, 0, b"\0\4\0\0\0" + bytes([n % 2])) for n in range(100)]
+    client.server.data_received(b"".join(changes))
+    assert client.transport.eof  # 100 frames would be allowed without streams
+
+
+async def test_work_is_split_into_turns(make):
+    client = make().greet()
+    client.server.options = dataclasses.replace(client.server.options, turn=0.0)
+    client.server.data_received(b"".join(frame(frames.HEADERS, 5, n, POST) for n in range(1, 21, 2)))
+    assert len(client.echo.of("begin")) == 1
+    assert not client.transport.reading
+    client.server.data_received(frame(frames.HEADERS, 5, 21, POST))  # was received before the pause
+    await until(lambda: client.transport.reading)
+    assert client.echo.of("begin") == list(range(1, 22, 2))
+
+
+async def test_header_block_larger_than_the_list_is_not_decoded(client):
+    client.raw(frame(frames.HEADERS, 5, 1, POST + bytes(17 << 10)))
+    code, message = client.goaway()
+    assert code == ErrorCode.ENHANCE_YOUR_CALM and message == b"header block too large"
+
+
+# Memory of requests.
+
+
+async def test_unconsumed_data_is_accounted_until_the_stream_ends(client):
+    number = client.request(b"", end=False)
+    client.echo.streams[number].events.on_data = lambda data: None
+    client.raw(
+        frame(frames.DATA, 0, number, bytes(10_000)), frame(frames.DATA, 8, number, b"\x09x" + bytes(9))
+    )
+    assert client.context.memory.used == client.server.memory.used == 10_001
+    client.raw(frames.reset_frame(number, ErrorCode.CANCEL))
+    assert client.context.memory.used == client.server.memory.used == 0
+
+
+async def test_data_beyond_the_memory_of_the_connection_resets_its_stream(make):
+    client = make(max_connection_memory=15_000).greet()
+    first, second = client.request(b"", end=False), client.request(b"", end=False)
+    for number in (first, second):
+        client.echo.streams[number].events.on_data = lambda data: None
+        client.raw(frame(frames.DATA, 0, number, bytes(10_000)))
+    assert client.resets() == {second: ErrorCode.ENHANCE_YOUR_CALM}
+    assert client.server.memory.used == 10_000
+    client.raw(frame(frames.DATA, 1, first, b"x"))
+    assert client.body(first) == b""  # the echo got nothing; the response is complete
+    assert client.server.memory.used == 0
+
+
+async def test_expected_message_opens_the_window_when_there_is_memory(make):
+    client = make(stream_window=65_535, max_connection_memory=800_000).greet()
+    first, second = client.request(b"", end=False), client.request(b"", end=False)
+    streams = client.echo.streams
+    streams[first].expect(600_000)
+    assert client.server.memory.used == 600_000
+    client.pump()
+    assert client.h2.local_flow_control_window(first) == 600_000
+    streams[second].expect(200_000)  # does not fit
+    client.pump()
+    assert client.h2.local_flow_control_window(second) == 65_535
+    streams[second].expect(200_000)  # idempotent
+    client.raw(frames.reset_frame(first, ErrorCode.CANCEL))
+    client.pump()
+    assert client.h2.local_flow_control_window(second) == 200_000
+    assert client.server.memory.used == client.context.memory.used == 200_000
+    with pytest.raises(OverflowError):
+        streams[second].expect(1_000_000)
+
+
+async def test_window_shrinks_after_an_expected_message(make):
+    client = make(stream_window=100_000, max_frame=1 << 20).greet()
+    number = client.request(b"", end=False)
+    stream = client.echo.streams[number]
+    stream.events.on_data = lambda data: None
+    stream.expect(300_000)
+    client.pump()
+    for _ in range(3):
+        client.h2.send_data(number, bytes(16_384))
+        client.pump()
+    client.raw(frame(frames.DATA, 0, number, bytes(300_000 - 3 * 16_384)))
+    stream.consumed(300_000)
+    assert client.server.memory.used == 0
+    client.raw(frame(frames.DATA, 0, number, bytes(100_000)))
+    assert not client.resets()
+    client.raw(frame(frames.DATA, 0, number, b"x"))
+    assert client.resets() == {number: ErrorCode.FLOW_CONTROL_ERROR}
+
+
+async def test_memory_of_the_server_is_shared_in_order(make):
+    options = {"stream_window": 65_535, "max_server_memory": 800_000}
+    client = make(**options).greet()
+    other = make(**options).greet()
+    other.server.memory = MemoryAccount(1 << 30, client.context.memory)  # the same server
+    number, waiting = client.request(b"", end=False), other.request(b"", end=False)
+    client.echo.streams[number].expect(500_000)
+    other.echo.streams[waiting].expect(500_000)
+    other.pump()
+    assert other.h2.local_flow_control_window(waiting) == 65_535
+    client.raw(frames.reset_frame(number, ErrorCode.CANCEL))
+    other.pump()
+    assert other.h2.local_flow_control_window(waiting) == 500_000
+    other.raw(frames.reset_frame(waiting, ErrorCode.CANCEL))
+    assert not client.context.memory.used
 
 
 async def test_client_that_never_reads_is_aborted(make):
@@ -410,7 +544,7 @@ async def test_client_that_never_reads_is_aborted(make):
 
 
 async def test_client_that_floods_without_reading_is_aborted(make):
-    client = make(max_streams=0).greet()
+    client = make(max_streams=0, reset_burst=1 << 30).greet()
     client.transport.stalled = True
     number = 1
     while not client.transport.aborted:  # each refusal is a 13-byte RST_STREAM

@@ -36,7 +36,7 @@ frame_bytes = st.builds(
 
 def check(pieces: list[bytes]) -> None:
     async def run() -> None:
-        client = Client(Http2Options())
+        client = Client(Http2Options(turn=60.0))
         client.server.data_received(frames.PREFACE + frame(frames.SETTINGS, 0, 0))
         for piece in pieces:
             client.server.data_received(piece)
@@ -85,7 +85,7 @@ def test_random_frames_split_and_corrupted(pieces, data):
 @given(st.lists(st.binary(max_size=200), max_size=6))
 def test_random_bytes_instead_of_the_preface(pieces):
     async def run() -> None:
-        client = Client(Http2Options())
+        client = Client(Http2Options(turn=60.0))
         for piece in pieces:
             client.server.data_received(piece)
         client.server.eof_received()
