@@ -59,8 +59,6 @@ class LogitsProcessors(Addon):
             child.error = parent.error
 
     def update(self, step: Step, logits: Logits, scheduler: Scheduler) -> list[SequenceOutput]:
-        if not step.users(self):
-            return []
         batches: dict[str, _Batch] = {}
         row = 0
         for scheduled in step.sampled:
