@@ -27,7 +27,7 @@ class EngineGone(Exception):
 
 
 def check_error(message: str) -> None:
-    """Raise `EngineGone` for the error of a dead engine, `Wrong` for any other."""
+    """Raise `EngineGone` for the error of a dead engine, `UnexpectedResult` for any other."""
     expect("is being restarted: retry" in message, f"unexpected error: {message}")
     raise EngineGone
 

@@ -65,6 +65,6 @@ def log_default_sampling(
     if names & override.keys():
         places.append("override_generation_config")
     logger.info(
-        "model '%s': defaults of sampling for OpenAI's API: %s, by %s (generation_config 'vllm': by no file)",
+        "model '%s': default sampling parameters for OpenAI: %s, from %s (disable with generation_config 'vllm')",
         *(model, defaults, " and ".join(places)),
     )

@@ -146,7 +146,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidParameter(
                 "stop_token_ids",
-                f"has {len(self.stop_token_ids)} entries, at most {MAX_STOP_TOKEN_IDS} are taken",
+                f"has {len(self.stop_token_ids)} entries, at most {MAX_STOP_TOKEN_IDS} are allowed",
             )
         for name in ("stop_token_ids", "stop_words"):
             number = len(getattr(self, name))

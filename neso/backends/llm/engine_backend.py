@@ -48,7 +48,7 @@ from neso.server.errors import Cancelled, InternalError, InvalidArgument, NotFou
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 
-FRONT_END_PARAMETERS = ("tool_call_parser", "reasoning_parser")
+FRONTEND_PARAMETERS = ("tool_call_parser", "reasoning_parser")
 """Model parameters for the OpenAI frontend; they are not engine options."""
 
 
@@ -65,7 +65,7 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
     options |= {
         name: value.string_value
         for name, value in config.parameters.items()
-        if name not in FRONT_END_PARAMETERS
+        if name not in FRONTEND_PARAMETERS
     }
     adapters = read_object(version_directory / "multi_lora.json")
     if adapters and str(options.get("enable_lora", "")).lower() in ("true", "1"):
@@ -116,14 +116,16 @@ class _EngineRequest:
         stream.on_close = self._on_close
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
-        """Tokenize the request and send it to the engine."""
+        """Tokenize the request, a long prompt in a thread, and send it to the engine."""
+        if is_slow(request):
+            self._backend.request_tasks.start(self._stream, self._submit_in_thread(request))
+            return
         try:
             self._send(self._engine.process(request))
         except Exception as error:
             self._fail(error)
 
-    async def submit_in_thread(self, request: GenerationRequest | PoolingRequest) -> None:
-        """Like `submit`, but tokenize in a thread."""
+    async def _submit_in_thread(self, request: GenerationRequest | PoolingRequest) -> None:
         try:
             state = await asyncio.to_thread(self._engine.process, request)
             if not self._stream.closed:
@@ -314,17 +316,7 @@ class EngineBackend(Backend):
         The request is aborted when the stream is cancelled or closed.
         """
         assert self._metrics is not None, "the model is not loaded"
-        self._submit(
-            stream, request, _EngineRequest(self, stream, deliver, RequestTimer(self._metrics, request))
-        )
-
-    def _submit(
-        self, stream: ResponseStream, request: GenerationRequest | PoolingRequest, submission: _EngineRequest
-    ) -> None:
-        if is_slow(request):
-            self.request_tasks.start(stream, submission.submit_in_thread(request))
-        else:
-            submission.submit(request)
+        _EngineRequest(self, stream, deliver, RequestTimer(self._metrics, request)).submit(request)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """See `LanguageModel.generate`. Errors of the engine are raised as `ServerError`."""
@@ -382,7 +374,7 @@ class EngineBackend(Backend):
             metrics.observe_pooled(output.num_prompt_tokens, (time.monotonic_ns() - started) * 1e-9)
             stream.send(InferenceResponse(name, version, result=output), final=True)
 
-        self._submit(stream, request, _EngineRequest(self, stream, deliver))
+        _EngineRequest(self, stream, deliver).submit(request)
 
     async def pool(self, request: PoolingRequest) -> PooledOutput:
         """See `PoolingModel.pool`. Errors of the engine are raised as `ServerError`."""

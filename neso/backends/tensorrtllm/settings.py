@@ -69,7 +69,7 @@ class _Reader:
             elif name in known:
                 self._options[name] = value.string_value
             else:
-                self._warnings.append(f"parameter '{name}' is not known, it is ignored")
+                self._warnings.append(f"parameter '{name}' is unknown and ignored")
         self._reject_unsupported()
         model = model_files(self._values.get("gpt_model_path"), *self._places)
         self._complete(model)
@@ -242,7 +242,7 @@ def model_files(path: str | None, version_directory: Path, model_directory: Path
     if resolved.is_dir() and not (resolved / "config.json").is_file():
         unset = "is not set, and " if path is None else ""
         raise InvalidArgument(
-            f"gpt_model_path: {unset}{resolved} holds no model (no config.json); {EXPECTED_MODEL}"
+            f"gpt_model_path: {unset}{resolved} contains no model (no config.json); {EXPECTED_MODEL}"
         )
     return resolved
 
@@ -259,5 +259,5 @@ def _reject_trt_engine(directory: Path) -> None:
         return
     if isinstance(config, dict) and ("pretrained_config" in config or "mapping" in config):
         raise InvalidArgument(
-            f"gpt_model_path: {directory} holds a model that was converted for TensorRT-LLM; {EXPECTED_MODEL}"
+            f"gpt_model_path: {directory} contains a model that was converted for TensorRT-LLM; {EXPECTED_MODEL}"
         )

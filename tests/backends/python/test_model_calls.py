@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 from repository_builder import IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS, SLOW, RepositoryBuilder
 
 from neso.server.core import Core
@@ -73,7 +73,7 @@ async def serve(tmp_path: Path, python_options):
 
 async def outcome(core: Core, *values: float) -> list[float] | str:
     """Return the values of the caller's response, or its error message."""
-    stream = ask(core.model("caller"), IN=np.array(values or (1,), np.float32))
+    stream = send_request(core.model("caller"), IN=np.array(values or (1,), np.float32))
     found: list[float] = []
     for response in await asyncio.wait_for(collect(stream), 60):
         if response.error is not None:
