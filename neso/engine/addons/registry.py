@@ -8,6 +8,7 @@ from neso.engine.beams.addon import BeamSearchAddon
 from neso.engine.core.addon import Addon
 from neso.engine.core.step_plan import PlanPart
 from neso.engine.guided.addon import GuidedDecodingAddon
+from neso.engine.logits_processors.addon import LogitsProcessors
 from neso.engine.lora.adapter import LoraPlan
 from neso.engine.lora.manager import LoraManager
 from neso.engine.pooling.addon import PoolingAddon
@@ -29,6 +30,7 @@ def standard_addons(
     lora: LoraManager | None = None,
     guided: GuidedDecodingAddon | None = None,
     speculation: SpeculativeDecoding | None = None,
+    processors: LogitsProcessors | None = None,
 ) -> list[Addon]:
     """Create all add-ons, in the order in which their hooks are called.
 
@@ -42,5 +44,6 @@ def standard_addons(
         PoolingAddon(runner, pooler),
         PromptScores(),
         BeamSearchAddon(),
+        processors or LogitsProcessors(),
         speculation or SpeculativeDecoding(),
     ]

@@ -12,6 +12,7 @@ from neso.engine.core.request import EngineRequest
 from neso.generation.output import FinishReason
 
 if TYPE_CHECKING:
+    from neso.engine.core.addon import RequestError
     from neso.engine.core.prefix_cache import CachedBlock
     from neso.engine.sampling.state import SamplingState
 
@@ -71,6 +72,7 @@ class Sequence:
     - uses_sampler: False if an add-on takes the logits or hidden states of the last token
     - needs_every_position: prefix hits may not skip any position
     - sync_only: its steps need the tokens of the previous step, so execution does not overlap
+    - error: the sequence fails with it when its next token is selected
     - keeps_window: blocks that leave the attention window are not freed, because the next step still reads them
     """
 
@@ -100,6 +102,7 @@ class Sequence:
     needs_every_position: bool = False
     sync_only: bool = False
     keeps_window: bool = False
+    error: RequestError | None = None
 
     num_prompt_tokens: int = field(init=False)
     max_tokens: int = field(init=False)

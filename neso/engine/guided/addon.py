@@ -40,12 +40,11 @@ class GrammarSource:
 
 @dataclass(slots=True, eq=False)
 class _GuidedSequence:
-    """State of a sequence. `grammar`: None while it is being compiled. `error`: computing a mask failed."""
+    """State of a sequence. `grammar`: None while it is being compiled."""
 
     compilation: Compilation
     grammar: CompiledGrammar | None = None
     matcher: GrammarMatcher | None = None
-    error: MatcherError | None = None
 
 
 class GuidedDecodingAddon(Addon):
@@ -126,7 +125,7 @@ class GuidedDecodingAddon(Addon):
         """Return masks of the logits rows, 1 + num_drafts[i] for sequence i; None if no row is masked.
 
         Called after the model was launched, so masks are computed while a device runs the model. If computing a mask
-        fails, the sequence is not masked and `accept_token` raises. Rows after an invalid draft token are not masked,
+        fails, the sequence is not masked and ends with the error. Rows after an invalid draft token are not masked,
         because the token is rejected.
         """
         rows: list[int] = []
@@ -159,7 +158,7 @@ class GuidedDecodingAddon(Addon):
                     if matcher.fill_after(path, along, 0) == 1 + len(path):
                         masks[1 + node] = along[len(path)]
         except MatcherError as error:
-            state.error = error
+            sequence.error = _request_error(sequence, error)
             masks[:] = -1
         return masks
 
@@ -171,8 +170,6 @@ class GuidedDecodingAddon(Addon):
         state: _GuidedSequence | None = sequence.addons.get(self)
         if state is None:
             return False
-        if state.error is not None:
-            raise _request_error(sequence, state.error)
         try:
             return not ends and _matcher(sequence, state).advance(token_id)
         except MatcherError as error:

@@ -108,9 +108,10 @@ class TokenSelector:
         """
         request = sequence.request
         if tokens[0].token_id == INVALID_TOKEN:
-            self._scheduler.release(sequence)
-            message = "the model produced NaN logits, or no next token is allowed"
-            return SequenceOutput.failed(request.request_id, sequence.index, message)
+            error = RequestError("the model produced NaN logits, or no next token is allowed")
+            return self._fail(sequence, sequence.error or error)
+        if sequence.error is not None:
+            return self._fail(sequence, sequence.error)
         is_first = position == sequence.num_prompt_tokens
         del sequence.token_ids[position:]
         token_ids: list[int] = []
@@ -130,10 +131,7 @@ class TokenSelector:
                     if self._constraint.accept_token(sequence, token.token_id, ends=end_token is not None):
                         reason = FinishReason.STOP
                 except RequestError as error:
-                    self._scheduler.release(sequence)
-                    return SequenceOutput.failed(
-                        request.request_id, sequence.index, str(error), error_field=error.field
-                    )
+                    return self._fail(sequence, error)
             if reason is not None:
                 self._scheduler.release(sequence)
                 break
@@ -150,6 +148,12 @@ class TokenSelector:
             preemptions=sequence.num_preemptions if reason is not None else 0,
             draft_tokens=num_drafts,
             accepted_draft_tokens=min(len(token_ids), len(tokens) - 1),
+        )
+
+    def _fail(self, sequence: Sequence, error: RequestError) -> SequenceOutput:
+        self._scheduler.release(sequence)
+        return SequenceOutput.failed(
+            sequence.request.request_id, sequence.index, str(error), error_field=error.field
         )
 
 

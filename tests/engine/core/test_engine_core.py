@@ -190,11 +190,11 @@ def test_failing_step_fails_only_its_requests(monkeypatch):
     core = make_core()
     core.add(make_request("doomed", [1, 2, 3]))
 
-    def explode(plan):
+    def fail(plan):
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(core.runner, "step", explode)
+        patch.setattr(core.runner, "step", fail)
         (output,) = core.step()
     assert output.finish_reason is FinishReason.ERROR and "no room" in output.error
     core.check_integrity()
@@ -209,13 +209,13 @@ def test_nan_logits_fail_one_request(monkeypatch):
     core.add(make_request("good", [2]))
     step = core.runner.step
 
-    def poison(plan):
+    def fail_in_step(plan):
         logits = step(plan)
         logits[0, 3] = float("nan")
         return logits
 
     with monkeypatch.context() as patch:
-        patch.setattr(core.runner, "step", poison)
+        patch.setattr(core.runner, "step", fail_in_step)
         bad, good = core.step()
     assert bad.finish_reason is FinishReason.ERROR and "NaN logits" in bad.error
     assert good.token_ids == [next_token([2])]

@@ -204,18 +204,18 @@ class KernelCases:
         codes, scales = round_rows(x.to(device))
         expected, expected_scales = round_to_float8(x)
         torch.testing.assert_close(scales.cpu(), expected_scales, rtol=1e-6, atol=0)
-        found, wanted = codes.cpu().float(), expected.float()
+        found, requested = codes.cpu().float(), expected.float()
         scaled = x.float() / expected_scales
         # Interpreted, an overflowing mantissa does not increment the exponent; see triton.runtime.interpreter.
         # This affects numbers that are rounded up to a power of two, possibly subnormal ones.
-        up_to_power = torch.frexp(wanted.abs())[0] == 0.5
-        lost = (up_to_power & (wanted.abs() > scaled.abs())) | (scaled.abs() < 2**-6)
+        up_to_power = torch.frexp(requested.abs())[0] == 0.5
+        lost = (up_to_power & (requested.abs() > scaled.abs())) | (scaled.abs() < 2**-6)
         compared = ~lost if device == CPU else torch.ones_like(lost)
         assert compared.float().mean() > 0.75
         # Division may be inexact in the last bit and ties may be rounded up: then the next code results.
-        assert ((found != wanted) & compared).float().mean() < 1e-2
+        assert ((found != requested) & compared).float().mean() < 1e-2
         step = torch.exp2(torch.frexp(scaled.abs().clamp(min=2**-6))[1].float() - 4)
-        assert ((found - wanted).abs() <= step)[compared].all()
+        assert ((found - requested).abs() <= step)[compared].all()
 
     @pytest.mark.parametrize("name", ATTENTION)
     def test_attention(

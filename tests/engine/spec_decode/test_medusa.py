@@ -71,8 +71,8 @@ def fitted_heads(llama_checkpoint, expected, tmp_path_factory):
     hidden = hidden_states(llama_checkpoint, text)
     outputs = []
     for ahead in range(2, 2 + NUM_HEADS):
-        wanted = np.eye(VOCAB)[text[ahead:]]
-        solution, *_ = np.linalg.lstsq(hidden[: len(wanted)].astype(np.float64), wanted, rcond=None)
+        requested = np.eye(VOCAB)[text[ahead:]]
+        solution, *_ = np.linalg.lstsq(hidden[: len(requested)].astype(np.float64), requested, rcond=None)
         outputs.append(solution.T)
     return write_heads(tmp_path_factory.mktemp("medusa") / "fitted", head_tensors(outputs, "medusa_head."))
 
