@@ -87,7 +87,9 @@ class EnsembleRun:
         # Queued executions by step, limited by max_inflight.
         self._waiting: dict[int, deque[tuple[Scope, dict[str, Tensor]]]] = {}
         self._num_responses = 0
-        self._unsent: list[InferenceResponse] = []  # of a decoupled ensemble, until it is known which one is the last
+        self._unsent: list[
+            InferenceResponse
+        ] = []  # of a decoupled ensemble, until it is known which one is the last
         self._compute = (0, 0, 0)  # compute input, infer and output durations of the steps, in ns
         # Nesting depth of `_processing`: a step can respond while another step is being started.
         self._depth = 0
