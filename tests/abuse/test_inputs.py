@@ -122,6 +122,19 @@ def test_bodies_of_many_values(server: AttackedServer) -> None:
     server.attack(attack, "a million values").check()
 
 
+@pytest.mark.parametrize("element", [b"[1]", b"[]", b"NaN", b'"a"'])
+def test_large_json_tensors(server: AttackedServer, element: bytes) -> None:
+    count = 2_000_000
+    start = b'{"inputs":[{"name":"text_input","datatype":"INT32","shape":[%d],"data":[' % count
+    body = start + (element + b",") * (count - 1) + element + b"]}]}"
+
+    def attack() -> None:
+        status, answer = post(server, "http", "/v2/models/embedder/infer", body)
+        assert status == 400 and answer["error"], answer
+
+    server.attack(attack, f"2 million {element.decode()}").check(limit_mib=300)
+
+
 def storage_bomb() -> bytes:
     """A file like that of `torch.save` whose metadata reads one storage of 5 MB 50 times."""
 
