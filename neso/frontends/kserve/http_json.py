@@ -20,8 +20,8 @@ from neso.server.tensor import DataType, Tensor, element_count
 
 _INT64_MAX = (1 << 63) - 1
 _UINT64_MAX = (1 << 64) - 1
-MAX_CONTAINERS = 4_000_000
-"""Maximum number of arrays and objects of a body; numpy's `tolist` makes an array of each pixel of an image."""
+MAX_CONTAINERS = 1_000_000
+"""Maximum number of arrays and objects of a body that is parsed in Python. Others are parsed by `neso._wire`."""
 _MAX_DEPTH = 100
 """Nesting of the lists of a tensor that is rejected, as in Triton."""
 _BINARY_ONLY = (DataType.FP16, DataType.BF16)
@@ -74,7 +74,7 @@ def read_json(body: bytes | memoryview) -> Any:
 
 
 def _check_containers(body: bytes) -> None:
-    """Raise `InvalidArgument` for more arrays and objects than can be parsed in about a second."""
+    """Raise `InvalidArgument` for more arrays and objects than can be parsed in half a second."""
     if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
         return
     outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
