@@ -345,7 +345,12 @@ class Model:
         if stream.trace is not None:
             stream.trace.observe(stream.timeline, response, request.inputs)
         if response.final:
-            self._count(stream)
+            if stream.failure is not None:
+                self.statistics.record_failure(stream.timeline, stream.failure)
+            else:
+                self.statistics.record_success(stream.timeline, stream.batch_size)
+                if self._batcher is None and not self._backend.counts_executions:
+                    self.statistics.record_execution(stream.batch_size, stream.timeline)
             self._remove(stream)
 
     def _shape_outputs(self, request: InferenceRequest, response: InferenceResponse) -> None:
@@ -358,14 +363,6 @@ class Model:
                 response.outputs = self._classifier.classify(response.outputs, request.classification)
         except ServerError as error:
             response.outputs, response.error = [], InternalError(error.message)
-
-    def _count(self, stream: ResponseStream) -> None:
-        if stream.failure is not None:
-            self.statistics.record_failure(stream.timeline, stream.failure)
-            return
-        self.statistics.record_success(stream.timeline, stream.batch_size)
-        if self._batcher is None and not self._backend.counts_executions:
-            self.statistics.record_execution(stream.batch_size, stream.timeline)
 
     def _remove(self, stream: ResponseStream) -> None:
         """Remove a request that has ended."""

@@ -286,7 +286,10 @@ _NOT_SCALAR = frozenset(
 
 def _draft(request: InferenceRequest, values: dict[str, Any]) -> DraftTokens | None:
     """Read draft tokens from TensorRT-LLM's tensors or (except logits) `values`, and remove them from `values`."""
-    given = {name: values.pop(name, None) for name in ("draft_input_ids", "draft_acceptance_threshold")}
+    ids, threshold = values.pop("draft_input_ids", None), values.pop("draft_acceptance_threshold", None)
+    if ids is None and threshold is None and request.inputs.keys().isdisjoint(DRAFT_NAMES):
+        return None
+    given = {"draft_input_ids": ids, "draft_acceptance_threshold": threshold}
     for name in DRAFT_NAMES:
         tensor = request.inputs.get(name)
         if tensor is not None:

@@ -48,8 +48,8 @@ class ModelInfer:
             responder.shared = output.shared
             self._calls.add_pending(responder)
             call.on_cancel = responder.cancel
-            stream = service.submit(model, request, functools.partial(text_metadata, call), responder.trace)
-            responder.stream = stream
+            service.prepare(request, functools.partial(text_metadata, call), responder.trace)
+            responder.stream = stream = model.submit(request)
             stream.consume(SingleResponse(responder))
         except Exception as error:
             responder.fail(error)

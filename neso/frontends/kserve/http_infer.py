@@ -33,7 +33,8 @@ from neso.frontends.transport.http1 import (
     error_response,
 )
 from neso.server.errors import ServerError
-from neso.server.inference_response import InferenceResponse, SingleResponse
+from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import InferenceResponse, ResponseStream, SingleResponse
 from neso.server.model import Model
 from neso.server.tracing import Trace
 
@@ -76,7 +77,7 @@ class InferEndpoint:
             return self.infer_async(request)
         model, version = self._find_model(request)
         inference, output_format = read_infer_request(request, model, version, self._service.shared_memory)
-        stream = self._service.submit(model, inference, request.header_items, request.trace)
+        stream = self._submit(request, model, inference)
         pending = _PendingInfer(request, output_format)
         pending.on_disconnect = stream.cancel
         stream.consume(SingleResponse(pending.respond))
@@ -98,7 +99,7 @@ class InferEndpoint:
             inference, output_format = await asyncio.to_thread(read_infer_request, *arguments)
         else:
             inference, output_format = read_infer_request(*arguments)
-        stream = self._service.submit(model, inference, request.header_items, request.trace)
+        stream = self._submit(request, model, inference)
         future: asyncio.Future[InferenceResponse] = asyncio.get_running_loop().create_future()
         stream.consume(
             SingleResponse(lambda response: None if future.done() else future.set_result(response))
@@ -117,6 +118,10 @@ class InferEndpoint:
         """Return the model and the requested version. Raises `ServerError`."""
         version = request.params.get("version", "")
         return self._service.find_unary_model(request.params["model"], version, "HTTP end point"), version
+
+    def _submit(self, request: Request, model: Model, inference: InferenceRequest) -> ResponseStream:
+        self._service.prepare(inference, request.header_items, request.trace)
+        return model.submit(inference)
 
 
 def _has_large_json(request: Request) -> bool:

@@ -14,9 +14,11 @@ from checkpoints import load_oracle
 from plan_builder import PlanBuilder, oracle_logits, random_tokens, run_in_chunks
 
 import neso._native as _native
+from neso.engine.addons.input_embeddings import NO_EMBEDDINGS
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
+from neso.engine.spec_decode.draft import NO_TREE
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 
@@ -108,10 +110,15 @@ def float32(*shape: int) -> np.ndarray:
 def arguments_of(runner: NativeRunner, plan: StepPlan) -> dict[str, Any]:
     """The arguments that the runner passes to the decoder."""
     tables = runner._rotary.lookup(plan.positions()).values()
-    names = ("token_ids", "query_start", "num_computed", "block_tables", "block_copies", "slot_copies")
-    further = ("embedding_positions", "embeddings", "tree_depths", "tree_masks", "adapter_slots")
+    names = ("token_ids", "query_start", "num_computed", "block_tables", "block_copies")
     return {
-        **{name: getattr(plan, name) for name in (*names, *further)},
+        **{name: getattr(plan, name) for name in names},
+        "embedding_positions": NO_EMBEDDINGS.positions,
+        "embeddings": NO_EMBEDDINGS.rows,
+        "slot_copies": NO_TREE.slot_copies,
+        "tree_depths": NO_TREE.depths,
+        "tree_masks": NO_TREE.masks,
+        "adapter_slots": None,
         "wanted_rows": plan.logits_rows,
         "rotary": list(tables),
         "logits": float32(len(plan.logits_rows), runner.vocab_size),
