@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from neso.engine.addons.input_embeddings import NO_EMBEDDINGS
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
-from neso.engine.spec_decode.draft import NO_TREE
+from neso.engine.spec_decode.draft import NO_SLOT_COPIES, NO_TREE, DraftTreePlan
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 
@@ -126,8 +125,13 @@ def arguments_of(runner: NativeRunner, plan: StepPlan) -> dict[str, Any]:
     }
 
 
+def tree_part(*depths: int) -> DraftTreePlan:
+    return DraftTreePlan(NO_SLOT_COPIES, np.ones(len(depths), np.uint64), int32(*depths))
+
+
 def tree(*depths: int) -> dict[str, np.ndarray]:
-    return {"tree_masks": np.ones(len(depths), np.uint64), "tree_depths": int32(*depths)}
+    part = tree_part(*depths)
+    return {"tree_masks": part.masks, "tree_depths": part.depths}
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,7 @@ def test_trees_wider_than_a_mask_are_rejected(llama_checkpoint: Path) -> None:
     runner.allocate_cache(builder.layout)
     plan = builder.plan([(builder.sequence(random_tokens(65)), 65)])
     with pytest.raises(ValueError, match="more nodes than a mask has bits"):
-        runner.step(replace(plan, **tree(*[1] * 65)))
+        runner.step(plan.with_part(tree_part(*[1] * 65)))
 
 
 def test_learned_positions_are_bounded(checkpoint_factory: Factory) -> None:
@@ -195,7 +199,7 @@ def test_learned_positions_are_bounded(checkpoint_factory: Factory) -> None:
     with pytest.raises(ValueError, match="longer than the positions"):
         runner.step(builder.plan([(builder.sequence([7] * 9), 9)]))
     plan = builder.plan([(builder.sequence([7] * 9), 9)])
-    assert np.isfinite(runner.step(replace(plan, **tree(*range(8), 7)))).all()
+    assert np.isfinite(runner.step(plan.with_part(tree_part(*range(8), 7)))).all()
 
 
 def adapter(inputs: int = 48, first_output: int = 0, outputs: int = 48, layers: int = 3) -> _native.Adapter:
