@@ -45,7 +45,7 @@ class GrpcServerOptions:
     host: str = "127.0.0.1"
     port: int = 0
     max_message: int = 64 << 20
-    max_parsed_message: int = 64 << 20
+    max_parsed_message: int = 256 << 10
     compress_level: int | None = None
     reuse_port: bool = False
     tls: ssl.SSLContext | None = None
