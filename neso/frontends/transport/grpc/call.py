@@ -203,6 +203,8 @@ class Call:
 
     def _close(self) -> None:
         self.done = True
+        self._message = None
+        self._reader.clear()
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         if self._message_timer is not None:

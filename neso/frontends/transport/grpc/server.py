@@ -26,6 +26,7 @@ from neso.frontends.transport.http2 import (
     Http2Connection,
     Http2Options,
     Http2Stream,
+    NoEvents,
     ServerContext,
     StreamEvents,
 )
@@ -193,16 +194,6 @@ def _run_without_waiting(coroutine: Any) -> Any:
     raise RuntimeError("an interceptor must not wait")
 
 
-class _IgnoreEvents:
-    """Ignores the events of a stream whose response is already sent."""
-
-    def on_data(self, data: bytes) -> None: ...
-
-    def on_end(self) -> None: ...
-
-    def on_reset(self) -> None: ...
-
-
 def _rejection(headers: CallHeaders) -> bytes | None:
     """Return the header block that rejects an invalid call, or None if the call is valid."""
     if headers.method != "POST":
@@ -217,7 +208,7 @@ def _rejection(headers: CallHeaders) -> bytes | None:
 
 def _reject(stream: Http2Stream, block: bytes) -> StreamEvents:
     stream.send(None, b"", block)
-    return _IgnoreEvents()
+    return NoEvents()
 
 
 def _fail(stream: Http2Stream, code: grpc.StatusCode, message: str) -> StreamEvents:

@@ -86,6 +86,11 @@ class MessageReader:
         self._length = -1
         return Inflation(message, self._encoding, self._max_message) if self._compressed else message
 
+    def clear(self) -> None:
+        """Drop the bytes that were not read."""
+        self._pieces.clear()
+        self._available = self._pos = 0
+
     @property
     def missing(self) -> int:
         """Bytes that the incomplete message lacks, as far as known; 0 between messages."""

@@ -4,7 +4,7 @@ from neso.frontends.transport.http2.connection import Http2Connection, ServerCon
 from neso.frontends.transport.http2.frames import ErrorCode
 from neso.frontends.transport.http2.headers import Headers, encode_headers
 from neso.frontends.transport.http2.settings import Http2Options
-from neso.frontends.transport.http2.stream import Application, Http2Stream, StreamEvents
+from neso.frontends.transport.http2.stream import Application, Http2Stream, NoEvents, StreamEvents
 
 __all__ = [
     "Application",
@@ -13,6 +13,7 @@ __all__ = [
     "Http2Connection",
     "Http2Options",
     "Http2Stream",
+    "NoEvents",
     "ServerContext",
     "StreamEvents",
     "encode_headers",

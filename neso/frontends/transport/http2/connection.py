@@ -49,7 +49,18 @@ class ServerContext:
         self.memory = MemoryAccount(options.max_server_memory)
         self.connections: set[Http2Connection] = set()
         self.draining = False
+        # The connections share a turn of the event loop, identified by the loop's time, which is constant in uvloop.
+        self._turn = 0.0
+        self._turn_ends = 0.0
         self.on_empty: Callable[[], None] = lambda: None
+
+    def turn_ends(self, loop: asyncio.AbstractEventLoop) -> float:
+        """Return the time at which the connections must let others run."""
+        turn = loop.time()
+        if turn != self._turn:
+            self._turn = turn
+            self._turn_ends = time.monotonic() + self.options.turn
+        return self._turn_ends
 
 
 class Http2Connection(asyncio.Protocol):
@@ -59,6 +70,7 @@ class Http2Connection(asyncio.Protocol):
     writer: FrameWriter
     keepalive: Keepalive
     graceful_goaway: GracefulGoAway
+    _loop: asyncio.AbstractEventLoop
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -87,6 +99,7 @@ class Http2Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
+        self._loop = asyncio.get_running_loop()
         options = self.options
         self._transport.set_write_buffer_limits(high=options.write_buffer)
         enable_tcp_keepalive(transport)
@@ -114,7 +127,7 @@ class Http2Connection(asyncio.Protocol):
         """Handle frames for one turn of the event loop; the rest is handled in the next turns."""
         self.writer.cork()
         handle = self._handler.handle
-        end = time.monotonic() + self.options.turn
+        end = self._context.turn_ends(self._loop)
         try:
             for frame in received:
                 handle(*frame)
@@ -143,7 +156,7 @@ class Http2Connection(asyncio.Protocol):
             self._reading_paused = True
             self._transport.pause_reading()
         self._unhandled = rest
-        asyncio.get_running_loop().call_soon(self._continue)
+        self._loop.call_soon(self._continue)
 
     def _continue(self) -> None:
         rest, self._unhandled = self._unhandled, None
@@ -250,9 +263,12 @@ class Http2Connection(asyncio.Protocol):
             return
         stream = self.streams[number] = Http2Stream(self, number, length)
         stream.remote_closed = end
-        stream.events = self._context.application(stream, headers)
-        if end and not stream.local_closed:
-            stream.events.on_end()
+        events = self._context.application(stream, headers)
+        if stream.local_closed:
+            return
+        stream.events = events
+        if end:
+            events.on_end()
 
     def increase_send_window(self, increment: int) -> None:
         """Handle a WINDOW_UPDATE for the connection."""
@@ -300,7 +316,7 @@ class Http2Connection(asyncio.Protocol):
     def _reset_streams(self) -> None:
         for stream in list(self.streams.values()):
             stream.close()
-            stream.events.on_reset()
+            stream.on_reset()
 
     def _send_ready_streams(self) -> None:
         """Send queued data, round-robin over the streams."""

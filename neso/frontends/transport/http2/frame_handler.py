@@ -103,7 +103,7 @@ class FrameHandler:
             self._connection.writer.write(frames.reset_frame(number, error.code))
         else:
             stream.reset(error.code)
-            stream.events.on_reset()
+            stream.on_reset()
 
     def _on_data(self, flags: int, number: int, payload: bytes) -> None:
         size = len(payload)
@@ -187,7 +187,7 @@ class FrameHandler:
         stream = self._connection.streams.get(number)
         if stream is not None:
             stream.close(by_client=True)
-            stream.events.on_reset()
+            stream.on_reset()
 
     def _on_settings(self, flags: int, number: int, payload: bytes) -> None:
         self._check_connection_frame(number, "SETTINGS")

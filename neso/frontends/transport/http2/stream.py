@@ -36,6 +36,19 @@ class StreamEvents(Protocol):
         """The client reset the stream or disconnected. No more data can be sent."""
 
 
+class NoEvents:
+    """Ignores the events of a stream that is closed, or whose response is already sent."""
+
+    def on_data(self, data: bytes) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def on_reset(self) -> None: ...
+
+
+_NO_EVENTS = NoEvents()
+
+
 class Application(Protocol):
     """Handles requests: called with each new stream and its headers."""
 
@@ -185,6 +198,11 @@ class Http2Stream:
 
     # Called by the connection.
 
+    def on_reset(self) -> None:
+        """Tell the application that the stream is closed, and forget it: it refers to this stream."""
+        events, self.events = self.events, _NO_EVENTS
+        events.on_reset()
+
     def receive_data(self, frame_size: int, data_size: int, end: bool) -> None:
         """Account for a DATA frame, which is larger than its data if padded. Raises `Http2StreamError`."""
         if self.remote_closed:
@@ -301,5 +319,6 @@ class Http2Stream:
         self.local_closed = True
         connection.writer.write(frames)
         self._release_all()
+        self.events = _NO_EVENTS
         connection.on_stream_completed()
         connection.remove_stream(self)
