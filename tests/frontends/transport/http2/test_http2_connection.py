@@ -425,7 +425,7 @@ async def test_settings_cost_depends_on_the_open_streams(client):
 
 async def test_work_is_split_into_turns(make):
     client = make().greet()
-    client.server.options = dataclasses.replace(client.server.options, turn=0.0)
+    client.context.options = dataclasses.replace(client.context.options, turn=0.0)
     client.server.data_received(b"".join(frame(frames.HEADERS, 5, n, POST) for n in range(1, 21, 2)))
     assert len(client.echo.of("begin")) == 1
     assert not client.transport.reading
