@@ -30,6 +30,7 @@ _HTTP1_RESPONSE = (
     b"This port speaks HTTP/2 only, gRPC\n"
 )
 _MAX_BYTES_PER_TURN = 64 << 10  # bytes that one stream sends before the next stream
+_COSTLY = 512  # bytes of a frame after which the time of a turn is checked; for smaller ones, every eighth
 _MAX_UNSENT = 16 << 20  # bytes of control frames that are buffered for a client that does not read
 _LINGER = 1.0  # seconds; closing a socket with unread data discards sent data
 
@@ -81,6 +82,7 @@ class Http2Connection(asyncio.Protocol):
         self.max_frame = self.peer_settings.max_frame
         self.send_window = DEFAULT_WINDOW
         self.queued = 0  # bytes queued in all streams
+        self.completed = 0  # responses since the last reset
         # Streams with queued data and an open stream window, in round-robin order.
         self._ready: OrderedDict[Http2Stream, None] = OrderedDict()
         self._handler = FrameHandler(self)
@@ -128,12 +130,14 @@ class Http2Connection(asyncio.Protocol):
         self.writer.cork()
         handle = self._handler.handle
         end = self._context.turn_ends(self._loop)
+        count = 0
         try:
             for frame in received:
                 handle(*frame)
                 if self._closed:
                     return
-                if time.monotonic() >= end:
+                count += 1
+                if (not count & 7 or len(frame[3]) > _COSTLY) and time.monotonic() >= end:
                     self._continue_later(received)
                     break
         except PrefaceError as error:
@@ -180,6 +184,7 @@ class Http2Connection(asyncio.Protocol):
             timer.cancel()
         self.writer.wake_waiters()
         self._reset_streams()
+        self.memory.close()
         context = self._context
         context.connections.discard(self)
         if self._admission is not None:
@@ -238,10 +243,6 @@ class Http2Connection(asyncio.Protocol):
         self._ready[stream] = None
         self._send_ready_streams()
 
-    def on_stream_completed(self) -> None:
-        """A response is complete, so the client may cancel another request."""
-        self._handler.resets.refund()
-
     def remove_stream(self, stream: Http2Stream) -> None:
         """Remove a stream whose local side is closed. Frames received for it later are dropped."""
         self.streams.pop(stream.number, None)
@@ -257,7 +258,7 @@ class Http2Connection(asyncio.Protocol):
         excess = len(self.streams) >= options.max_streams
         if self._refuse_streams or excess or self.queued > options.max_queued:
             if excess:  # the client ignores MAX_CONCURRENT_STREAMS
-                self._handler.resets.consume()
+                self._handler.count_reset()
             self.writer.write(frames.reset_frame(number, ErrorCode.REFUSED_STREAM))
             self.ignore(number)
             return

@@ -1,7 +1,7 @@
 """The interoperability cases of gRPC (doc/interop-test-descriptions.md) with the client of grpcio.
 
-The service has the methods of `grpc.testing.TestService`. A request is JSON with the sizes of the responses and a status to
-return; its payload follows after a zero byte.
+The service has the methods of `grpc.testing.TestService`. A request is JSON, with the sizes of the responses and a
+status to return, and a payload after a zero byte.
 """
 
 from __future__ import annotations
