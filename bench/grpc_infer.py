@@ -1,4 +1,4 @@
-"""Unary requests per second of the gRPC front end, compared to the bare transport.
+"""Unary requests per second of the gRPC frontend, compared to the bare transport.
 
 The model is an identity, FP32[16], on an event loop of this process; the client is h2load. The baseline is a method of
 the same gRPC server that echoes the message without parsing it; bench/grpc_server.py compares it with grpc.aio.
@@ -51,22 +51,22 @@ async def measure(port: int, path: str, data: bytes, options: argparse.Namespace
 
 
 async def compare(options: argparse.Namespace) -> None:
-    """Print the rates of the front end and of the baseline."""
+    """Print the rates of the frontend and of the baseline."""
     with identity_repository() as repository:
         core = Core(ServerOptions((repository,)))
         await core.start()
-        front_end = KServeGrpc(core, GrpcOptions(host="127.0.0.1", port=0))
-        await front_end.start()
+        frontend = KServeGrpc(core, GrpcOptions(host="127.0.0.1", port=0))
+        await frontend.start()
         echo = GrpcServer(GrpcServerOptions())
         echo.add_registered_method_handlers("bench.Echo", {"Echo": CallbackHandler(echo_callback)})
         await echo.start()
         data = message(options.elements)
-        infer, infer_cpu = await measure(front_end.port, INFER, data, options)
+        infer, infer_cpu = await measure(frontend.port, INFER, data, options)
         bare, bare_cpu = await measure(echo.port, PATH, data, options)
         print(f"FP32[{options.elements}], server CPU time in µs per request")
         print("  infer/s    echo/s   ratio   infer CPU   echo CPU")
         print(f"{infer:9.0f} {bare:9.0f} {infer / bare:7.2f} {infer_cpu:11.1f} {bare_cpu:10.1f}")
-        await front_end.stop(0)
+        await frontend.stop(0)
         await echo.stop(0)
         await core.stop()
 

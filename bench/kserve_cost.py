@@ -6,7 +6,7 @@
 
 Models and requests are those of kserve_infer.py. Measures Neso alone, or in turns with another built checkout
 (`--base`) and with Triton (`--triton`). Prints microseconds per request of the best round, since other load can only
-increase the times. `loop` is the first thread of the server, which runs Neso's front ends and scheduler, `others` its
+increase the times. `loop` is the first thread of the server, which runs Neso's frontends and scheduler, `others` its
 other threads and processes, `load` the load generator. `max/s` is the rate that two cores allow at these times: both of
 them, and for Neso, whose threads share the interpreter, one.
 """

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NESO = (sys.executable, "-m", "neso.cli")
-FRONT_ENDS = ("http", "grpc", "metrics", "openai")
-_PORT = re.compile(rf"  ({'|'.join(FRONT_ENDS)})\s+(\d+)")
+FRONTENDS = ("http", "grpc", "metrics", "openai")
+_PORT = re.compile(rf"  ({'|'.join(FRONTENDS)})\s+(\d+)")
 
 
 @dataclass(frozen=True)
 class NesoServer:
-    """`ports` by front end."""
+    """`ports` by frontend."""
 
     process: subprocess.Popen[str]
     ports: dict[str, int]
@@ -30,7 +30,7 @@ def served(*arguments: str, log: Path | None = None) -> Iterator[NesoServer]:
 
     Raises `RuntimeError` if the server does not become ready.
     """
-    command = [*NESO, "serve", *arguments, *(f"--{name}-port=0" for name in FRONT_ENDS)]
+    command = [*NESO, "serve", *arguments, *(f"--{name}-port=0" for name in FRONTENDS)]
     with open(log or os.devnull, "w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:

@@ -1,6 +1,6 @@
 """Requests per second of Python models in processes, compared to threads.
 
-One core serves each model twice, in a thread and in a process; requests alternate between them, without a front end.
+One core serves each model twice, in a thread and in a process; requests alternate between them, without a frontend.
 "echo" returns its input, "fill" returns a new array of the same size. Copies: bytes copied to shared memory divided by
 the bytes of the request's input.
 
@@ -67,7 +67,7 @@ class CopyCounter:
         setattr(kind, method, counted)
 
 
-async def ask(model: Model, array: np.ndarray) -> None:
+async def send_request(model: Model, array: np.ndarray) -> None:
     async for response in model.submit(InferenceRequest(model.name, {"IN": Tensor.from_numpy("IN", array)})):
         assert response.error is None, response.error
         assert response.outputs[0].array.shape == array.shape
@@ -82,7 +82,7 @@ async def rate(model: Model, size: int, concurrency: int, seconds: float) -> tup
     async def worker() -> None:
         nonlocal count
         while time.perf_counter() < end:
-            await ask(model, array)
+            await send_request(model, array)
             count += 1
 
     started = time.perf_counter()
@@ -99,7 +99,7 @@ async def measure(core: Core, copies: CopyCounter, rounds: int, seconds: float) 
         for label, size in SIZES.items():
             for concurrency in (1, 8):
                 rates: dict[str, list[float]] = {mode: [] for mode in MODES}
-                copied = asked = 0
+                copied = requested = 0
                 for mode in MODES:
                     await rate(
                         core.model(f"{name}_{mode}"), size, concurrency, 0.2
@@ -111,11 +111,14 @@ async def measure(core: Core, copies: CopyCounter, rounds: int, seconds: float) 
                             core.model(f"{name}_{mode}"), size, concurrency, seconds
                         )
                         rates[mode].append(per_second)
-                        copied, asked = copied + copies.bytes - before, asked + count * (mode == "process")
+                        copied, requested = (
+                            copied + copies.bytes - before,
+                            requested + count * (mode == "process"),
+                        )
                 thread, process = (statistics.median(rates[mode]) for mode in MODES)
                 print(
                     f"{name:<6}{label:<10}{concurrency:>8}{thread:>12,.0f}{process:>12,.0f}"
-                    f"{process / thread:>8.2f}{copied / (asked * size * 4):>8.1f}",
+                    f"{process / thread:>8.2f}{copied / (requested * size * 4):>8.1f}",
                     flush=True,
                 )
 

@@ -117,11 +117,11 @@ class Model:
         return weights + phase.sequences * token * sum(seen)
 
     def flops(self, phase: Phase) -> float:
-        tokens, wanted, spec = phase.sequences * phase.new, phase.sequences, self.spec
+        tokens, sampled, spec = phase.sequences * phase.new, phase.sequences, self.spec
         *layers, last = self.weights.layers
         matrices = tokens * sum(_size(matrix) for layer in layers for matrix in _matrices(layer))
-        matrices += tokens * _size(last.qkv) + wanted * sum(map(_size, _matrices(last)[1:]))
-        matrices += wanted * _size(self.weights.lm_head)
+        matrices += tokens * _size(last.qkv) + sampled * sum(map(_size, _matrices(last)[1:]))
+        matrices += sampled * _size(self.weights.lm_head)
         keys = phase.cached + 1 + np.arange(phase.new)
         pairs = sum(np.minimum(keys, window or keys).sum() for window in spec.sliding_windows[:-1])
         pairs += min(keys[-1], spec.sliding_windows[-1] or keys[-1])

@@ -1,6 +1,6 @@
 """Overhead of serving: throughput and ITL through the OpenAI API, compared to the engine alone.
 
-The engine runs in its own process (`AsyncEngine`, no front end), then behind `neso serve` with a streaming client per
+The engine runs in its own process (`AsyncEngine`, no frontend), then behind `neso serve` with a streaming client per
 request, with the same checkpoint, prompts and settings. Prints medians of several rounds, in turns.
 
 usage: python bench/serve_overhead.py [CHECKPOINT] [--concurrency 4] [--rounds 3]
@@ -46,7 +46,7 @@ async def bare(checkpoint: str, concurrency: int, texts: list[str]) -> Measured:
         times = []
         async with aclosing(engine.generate(GenerationRequest(text, params))) as outputs:
             async for output in outputs:
-                # The front end sends no chunk for incomplete characters, so they are not counted here.
+                # The frontend sends no chunk for incomplete characters, so they are not counted here.
                 if any(delta.text for delta in output.deltas):
                     times.append(time.perf_counter())
         return times
@@ -63,8 +63,10 @@ async def over_openai(port: int, concurrency: int, texts: list[str]) -> Measured
         body = {"model": "bench", "prompt": text, "max_tokens": TOKENS, "temperature": 0}
         body |= {"stream": True, "ignore_eos": True}
         times = []
-        async with session.post(f"http://127.0.0.1:{port}/v1/completions", data=orjson.dumps(body)) as answer:
-            async for line in answer.content:
+        async with session.post(
+            f"http://127.0.0.1:{port}/v1/completions", data=orjson.dumps(body)
+        ) as response:
+            async for line in response.content:
                 if line.startswith(b"data: {") and b'"text":""' not in line:
                     times.append(time.perf_counter())
         return times

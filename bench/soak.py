@@ -22,7 +22,7 @@ from soaking.engines import Killer
 from soaking.generation import GENERATION_LOADS, RESTARTING, expect_texts
 from soaking.loads import LOADS, Clients, Load, crash, has_own_process
 from soaking.models import ENGINES
-from soaking.server import Holdings, SoakedServer, start
+from soaking.server import ResourceUsage, SoakServer, start
 
 PAUSE = 0.002
 """Pause of a worker between two units of work, in seconds."""
@@ -30,7 +30,7 @@ WARM = 0.2
 """Fraction of the run after which memory must no longer grow."""
 
 
-class Tally:
+class LoadResults:
     """Outcomes of one load."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Tally:
 
 
 async def soak(
-    server: SoakedServer, seconds: float, workers: int, kill_period: float, check_leaks: bool
+    server: SoakServer, seconds: float, workers: int, kill_period: float, check_leaks: bool
 ) -> list[str]:
     """Run the loads and return the errors found."""
     clients = Clients(server)
@@ -69,11 +69,11 @@ async def soak(
         if not await has_own_process(clients):
             del loads[crash]
             print("(models do not run in processes: skip crashes)")
-        tallies = {load: Tally() for load in loads}
+        tallies = {load: LoadResults() for load in loads}
         await expect_texts(clients)
         for load in loads:  # once, so that lazily created resources exist before the first reading
             await tallies[load].count(load, clients)
-        readings = [server.holdings()]
+        readings = [server.resource_usage()]
         end = time.monotonic() + seconds
         killer = Killer(clients, kill_period)
 
@@ -86,25 +86,27 @@ async def soak(
         tasks.append(asyncio.ensure_future(killer.run(end)))
         while time.monotonic() < end and server.alive():
             await asyncio.sleep(min(5.0, seconds / 20))
-            readings.append(server.holdings())
+            readings.append(server.resource_usage())
         await asyncio.wait(tasks, timeout=60)
         hanging = sum(not task.done() for task in tasks)
         _print_tallies(tallies)
-        found = [f"{load.__name__}: {text}" for load, tally in tallies.items() for text in tally.wrong[:3]]
+        found = [
+            f"{load.__name__}: {text}" for load, results in tallies.items() for text in results.wrong[:3]
+        ]
         if hanging:
             found.append(f"{hanging} clients got no response")
         if not server.alive():
             return [*found, "the server has exited"]
-        found += await leftovers(clients, killer.count)
+        found += await unreleased(clients, killer.count)
         print(f"\n{killer.count} engines killed")
     finally:
         await clients.close()
     await asyncio.sleep(3)
-    readings.append(server.holdings())
+    readings.append(server.resource_usage())
     return found + leaks(readings) if check_leaks else found
 
 
-async def leftovers(clients: Clients, kills: int) -> list[str]:
+async def unreleased(clients: Clients, kills: int) -> list[str]:
     """Return requests that the server still counts as in flight, and counters that differ from the clients'."""
     found: list[str] = []
     for _ in range(300):
@@ -143,7 +145,7 @@ async def leftovers(clients: Clients, kills: int) -> list[str]:
     return found
 
 
-def leaks(readings: list[Holdings]) -> list[str]:
+def leaks(readings: list[ResourceUsage]) -> list[str]:
     """Return resources that have grown, from readings before, during and after the load."""
     first, last = readings[0], readings[-1]
     warm = [
@@ -167,11 +169,11 @@ def leaks(readings: list[Holdings]) -> list[str]:
     return found
 
 
-def _print_tallies(tallies: dict[Load, Tally]) -> None:
+def _print_tallies(tallies: dict[Load, LoadResults]) -> None:
     counts = f"{'done':>8} {'rejected':>8} {'no engine':>10} {'wrong':>6}"
     print(f"{'':20} {counts} {'mean ms':>8} {'max ms':>8}")
-    for load, tally in tallies.items():
-        print(tally.row(load.__name__))
+    for load, results in tallies.items():
+        print(results.row(load.__name__))
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Overhead of the backend `tensorrtllm`: token ids over gRPC streams and generate_stream, compared to the engine.
 
-The engine runs in its own process (`AsyncEngine`, no front end), then as the model `tensorrt_llm` of `neso serve` with
+The engine runs in its own process (`AsyncEngine`, no frontend), then as the model `tensorrt_llm` of `neso serve` with
 a client in another process, with the same checkpoint, prompts and settings. Prints medians of several rounds, in turns.
 
 usage: python bench/trtllm_backend.py [CHECKPOINT] [--concurrency 16] [--rounds 3] [--tokens 64]
@@ -104,9 +104,9 @@ async def over_http(port: int, load: Load) -> Measured:
             body = {"input_ids": prompt, "input_lengths": len(prompt), "request_output_len": load.tokens}
             body |= {"end_id": -1, "streaming": True}
             times = []
-            async with session.post(url, data=orjson.dumps(body)) as answer:
-                assert answer.status == 200, await answer.text()
-                async for line in answer.content:
+            async with session.post(url, data=orjson.dumps(body)) as response:
+                assert response.status == 200, await response.text()
+                async for line in response.content:
                     if line.startswith(b"data: {"):
                         times.append(time.perf_counter())
             return times

@@ -1,6 +1,6 @@
 """Overhead of TensorRT-LLM's layout: tokens per second through its models, compared to the engine alone.
 
-The engine runs in its own process (`AsyncEngine`, no front end), then as `tensorrt_llm` (tokens), `ensemble` and
+The engine runs in its own process (`AsyncEngine`, no frontend), then as `tensorrt_llm` (tokens), `ensemble` and
 `tensorrt_llm_bls` (text) behind `neso serve`, streaming and not, with a client per request over HTTP's generate
 extension, with the same checkpoint, prompts and settings. Prints medians of the rounds and of the ratios. `share` is
 the CPU time of the server process divided by that of the engine process. It shows the cost of the layout on cores
@@ -76,7 +76,7 @@ def cpu_seconds(server: NesoServer) -> tuple[float, float]:
     return float(own.user + own.system), float(others.user + others.system)
 
 
-class _Answer(asyncio.Protocol):
+class _ResponseReader(asyncio.Protocol):
     """Reads a response until the connection is closed."""
 
     def __init__(self) -> None:
@@ -95,9 +95,11 @@ async def post(port: int, path: str, body: bytes) -> bytes:
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    transport, answer = await asyncio.get_running_loop().create_connection(_Answer, "127.0.0.1", port)
+    transport, response = await asyncio.get_running_loop().create_connection(
+        _ResponseReader, "127.0.0.1", port
+    )
     transport.write(head.encode() + body)
-    return await answer.ended
+    return await response.ended
 
 
 async def measure(
@@ -108,9 +110,9 @@ async def measure(
     path = f"/v2/models/{case.model}/{operation}"
 
     async def one(text: str) -> list[float]:
-        answer = await post(server.ports["http"], path, case.body(text, ids[text]))
-        if not answer.startswith(b"HTTP/1.1 200") or b'"error"' in answer:
-            raise RuntimeError(f"{case.model}: {answer[:500]!r}")
+        response = await post(server.ports["http"], path, case.body(text, ids[text]))
+        if not response.startswith(b"HTTP/1.1 200") or b'"error"' in response:
+            raise RuntimeError(f"{case.model}: {response[:500]!r}")
         return []
 
     await run(concurrency, texts[:concurrency], one, TOKENS)

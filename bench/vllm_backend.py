@@ -39,7 +39,7 @@ ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "PYTHONPATH": str(ROOT),
-    # One thread per core; by default vLLM reserves a core for its front end.
+    # One thread per core; by default vLLM reserves a core for its frontend.
     "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
 }
 CASES = {

@@ -62,7 +62,7 @@ def install_vllm(venv: Path) -> str:
 
 
 def vllm(venv: Path, model: Path):  # type: ignore[no-untyped-def]
-    """Run vLLM with one thread per core, like Neso; by default, vLLM reserves a core for its front end."""
+    """Run vLLM with one thread per core, like Neso; by default, vLLM reserves a core for its frontend."""
     command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", "model", "--port", str(VLLM_PORT), "--max-model-len", "2048"]
     environment = {

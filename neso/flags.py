@@ -4,7 +4,7 @@ An options class, or a function that returns options, declares the flag of each 
 
     @dataclass(frozen=True)
     class HttpOptions:
-        port: Annotated[int, Flag("http-port", "Port of the KServe HTTP front end.", PORT)] = 8000
+        port: Annotated[int, Flag("http-port", "Port of the KServe HTTP frontend.", PORT)] = 8000
         tls: Annotated[TlsFiles | None, FlagGroup(http_tls)] = None
 
 A flag has the type and the default of its field. The command line, its help, the file of `--config` and

@@ -11,7 +11,7 @@ import psutil
 
 from soaking.loads import Clients
 from soaking.models import GUEST_BLOCKS
-from soaking.server import SoakedServer
+from soaking.server import SoakServer
 
 VICTIMS = ("pilot", "cancelled")
 SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
@@ -45,7 +45,7 @@ class Killer:
         return True
 
 
-def victims_of(server: SoakedServer) -> list[psutil.Process]:
+def victims_of(server: SoakServer) -> list[psutil.Process]:
     """Return the engine processes of the server, except that of `guest`, which is loaded and unloaded by clients."""
     found = []
     for child in psutil.Process(server.pid).children():

@@ -17,7 +17,7 @@ import numpy as np
 import tritonclient.utils.shared_memory as shm
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from soaking.server import SoakedServer
+from soaking.server import SoakServer
 
 TIMEOUT = 30.0
 
@@ -25,14 +25,14 @@ Load = Callable[["Clients"], Awaitable[str]]
 """Executes one unit of work and returns its outcome: "ok", or the reason of an expected rejection."""
 
 
-class Wrong(AssertionError):
+class UnexpectedResult(AssertionError):
     """The server behaved unexpectedly."""
 
 
 class Clients:
     """Connections shared by the workers, and counters."""
 
-    def __init__(self, server: SoakedServer) -> None:
+    def __init__(self, server: SoakServer) -> None:
         self.server = server
         self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT))
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.ports['grpc']}")
@@ -55,11 +55,11 @@ class Clients:
 
     async def infer(self, model: str, body: Any, **headers: str) -> tuple[dict[str, Any], bytes]:
         """Send an infer request that must succeed; return the JSON and binary data of the response."""
-        status, answer_headers, answer = await self.post(f"/v2/models/{model}/infer", body, **headers)
-        expect(status == 200, f"{model}: {status} {answer[:200]!r}")
-        length = int(answer_headers.get("Inference-Header-Content-Length", len(answer)))
+        status, answer_headers, response = await self.post(f"/v2/models/{model}/infer", body, **headers)
+        expect(status == 200, f"{model}: {status} {response[:200]!r}")
+        length = int(answer_headers.get("Inference-Header-Content-Length", len(response)))
         self.answered[model] += 1
-        return json.loads(answer[:length]), answer[length:]
+        return json.loads(response[:length]), response[length:]
 
     def vector(self) -> list[float]:
         return [float(self.random.randrange(1000)) for _ in range(self.random.choice([1, 16, 500]))]
@@ -67,7 +67,7 @@ class Clients:
 
 def expect(truth: bool, what: str) -> None:
     if not truth:
-        raise Wrong(what)
+        raise UnexpectedResult(what)
 
 
 def tensor(values: list[Any], datatype: str, name: str = "IN") -> dict[str, Any]:
@@ -76,8 +76,8 @@ def tensor(values: list[Any], datatype: str, name: str = "IN") -> dict[str, Any]
 
 async def http_json(clients: Clients) -> str:
     values = clients.vector()
-    answer, _ = await clients.infer("echo", {"inputs": [tensor(values, "FP32")]})
-    expect(answer["outputs"][0]["data"] == values, "echo has changed its input")
+    response, _ = await clients.infer("echo", {"inputs": [tensor(values, "FP32")]})
+    expect(response["outputs"][0]["data"] == values, "echo has changed its input")
     return "ok"
 
 
@@ -95,8 +95,8 @@ async def http_binary(clients: Clients) -> str:
 async def _batch(clients: Clients, model: str) -> str:
     values = clients.vector()[:16]
     body = {"inputs": [{**tensor(values, "FP32"), "shape": [1, len(values)]}]}
-    answer, _ = await clients.infer(model, body)
-    expect(answer["outputs"][0]["data"] == values, f"{model} has mixed up its batch")
+    response, _ = await clients.infer(model, body)
+    expect(response["outputs"][0]["data"] == values, f"{model} has mixed up its batch")
     return "ok"
 
 
@@ -116,8 +116,8 @@ def message(model: str, array: np.ndarray[Any, Any], name: str, datatype: str, i
 
 async def grpc_unary(clients: Clients) -> str:
     array = np.array(clients.vector(), np.float32)
-    answer = await clients.grpc.ModelInfer(message("echo", array, "IN", "FP32"), timeout=TIMEOUT)
-    expect(answer.raw_output_contents[0] == array.tobytes(), "echo has changed its input over gRPC")
+    response = await clients.grpc.ModelInfer(message("echo", array, "IN", "FP32"), timeout=TIMEOUT)
+    expect(response.raw_output_contents[0] == array.tobytes(), "echo has changed its input over gRPC")
     clients.answered["echo"] += 1
     return "ok"
 
@@ -127,9 +127,9 @@ async def grpc_stream(clients: Clients) -> str:
     counts = {str(i): clients.random.randrange(12) for i in range(3)}
     requests = [message("repeat", np.array([n], np.int32), "COUNT", "INT32", id) for id, n in counts.items()]
     got: dict[str, list[int]] = {id: [] for id in counts}
-    async for answer in clients.grpc.ModelStreamInfer(iter(requests), timeout=TIMEOUT):
-        expect(not answer.error_message, answer.error_message)
-        response = answer.infer_response
+    async for reply in clients.grpc.ModelStreamInfer(iter(requests), timeout=TIMEOUT):
+        expect(not reply.error_message, reply.error_message)
+        response = reply.infer_response
         got[response.id].append(int(np.frombuffer(response.raw_output_contents[0], np.int32)[0]))
     expect(got == {id: list(range(n)) for id, n in counts.items()}, f"responses were lost: {counts}, {got}")
     clients.answered["repeat"] += len(counts)
@@ -146,7 +146,7 @@ async def cancel_stream(clients: Clients) -> str:
     return "ok"
 
 
-async def vanish(clients: Clients) -> str:
+async def disconnect(clients: Clients) -> str:
     """Send a complete or partial request, then close the connection."""
     body = json.dumps({"inputs": [tensor(clients.vector(), "FP32")]}).encode()
     head = b"POST /v2/models/vanishing/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -165,8 +165,8 @@ async def load_unload(clients: Clients) -> str:
     asks = [clients.post("/v2/models/spare/infer", {"inputs": [tensor([1.0], "FP32")]}) for _ in range(3)]
     (changed, _, text), *answers = await asyncio.gather(change, *asks)
     expect(changed == 200, f"{action}: {changed} {text[:200]!r}")
-    for status, _, answer in answers:
-        expect(status in (200, 400, 404, 503), f"a model that comes and goes: {status} {answer[:200]!r}")
+    for status, _, response in answers:
+        expect(status in (200, 400, 404, 503), f"a model that comes and goes: {status} {response[:200]!r}")
     return "ok" if all(status == 200 for status, _, _ in answers) else "not loaded"
 
 
@@ -183,8 +183,8 @@ async def shared_memory(clients: Clients) -> str:
         expect(status == 200, f"register: {text!r}")
         window = {"shared_memory_region": name, "shared_memory_byte_size": size}
         given = {"name": "IN", "datatype": "FP32", "shape": [size // 4], "parameters": window}
-        wanted = {"name": "OUT", "parameters": {**window, "shared_memory_offset": size}}
-        await clients.infer("shared", {"inputs": [given], "outputs": [wanted]})
+        output = {"name": "OUT", "parameters": {**window, "shared_memory_offset": size}}
+        await clients.infer("shared", {"inputs": [given], "outputs": [output]})
         back = shm.get_contents_as_numpy(handle, np.float32, [size // 4], offset=size)
         expect(bool((back == array).all()), "shared memory has not come back")
         status, _, text = await clients.post(f"{prefix}/unregister", {})
@@ -201,9 +201,9 @@ async def sequence(clients: Clients) -> str:
     for i, value in enumerate(values):
         parameters = {"sequence_id": number, "sequence_start": i == 0, "sequence_end": i == len(values) - 1}
         body = {"inputs": [{**tensor([value], "INT32"), "shape": [1, 1]}], "parameters": parameters}
-        answer, _ = await clients.infer("sum", body)
+        response, _ = await clients.infer("sum", body)
         total += value
-        expect(answer["outputs"][0]["data"] == [total], f"a sequence has lost count: {answer}, {total}")
+        expect(response["outputs"][0]["data"] == [total], f"a sequence has lost count: {response}, {total}")
     return "ok"
 
 
@@ -211,15 +211,15 @@ async def crash(clients: Clients) -> str:
     """A model process crashes on one request in ten; it is restarted and the server continues."""
     dies = clients.random.randrange(10) == 0
     body = {"inputs": [tensor([-1 if dies else 1], "INT32")]}
-    status, _, answer = await clients.post("/v2/models/crasher/infer", body)
-    expect(status in ((500, 503) if dies else (200, 400, 500, 503)), f"crasher: {status} {answer[:200]!r}")
+    status, _, response = await clients.post("/v2/models/crasher/infer", body)
+    expect(status in ((500, 503) if dies else (200, 400, 500, 503)), f"crasher: {status} {response[:200]!r}")
     return "ok" if status == 200 or dies else "restarting"
 
 
 async def has_own_process(clients: Clients) -> bool:
     """Whether models run in processes (EXECUTION_MODE); crash tests require it."""
-    status, _, answer = await clients.post("/v2/models/crasher/infer", {"inputs": [tensor([1], "INT32")]})
-    return status == 200 and json.loads(answer)["outputs"][0]["data"] != [clients.server.pid]
+    status, _, response = await clients.post("/v2/models/crasher/infer", {"inputs": [tensor([1], "INT32")]})
+    return status == 200 and json.loads(response)["outputs"][0]["data"] != [clients.server.pid]
 
 
 LOADS: dict[Load, int] = {
@@ -230,7 +230,7 @@ LOADS: dict[Load, int] = {
     grpc_unary: 2,
     grpc_stream: 1,
     cancel_stream: 1,
-    vanish: 1,
+    disconnect: 1,
     load_unload: 1,
     shared_memory: 1,
     sequence: 2,

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from neso_server import FRONT_ENDS, NesoServer, served
+from neso_server import FRONTENDS, NesoServer, served
 
 
 @dataclass(frozen=True)
-class Holdings:
+class ResourceUsage:
     """Resources of the server and its child processes.
 
     `seconds`: time since the server became ready; `rss`: in MiB, `server_rss`: without the child processes.
@@ -28,7 +28,7 @@ class Holdings:
     shm: int
 
 
-class SoakedServer:
+class SoakServer:
     """A server that runs until the end of the `with` block of `start`."""
 
     def __init__(self, server: NesoServer) -> None:
@@ -46,7 +46,7 @@ class SoakedServer:
     def url(self, path: str, protocol: str = "http") -> str:
         return f"http://127.0.0.1:{self.ports[protocol]}{path}"
 
-    def holdings(self) -> Holdings:
+    def resource_usage(self) -> ResourceUsage:
         """Current resource usage. Raises `psutil.NoSuchProcess` if the server has exited."""
         server = psutil.Process(self.pid)
         rss = own = fds = threads = count = 0
@@ -62,13 +62,15 @@ class SoakedServer:
                 if process is server:
                     raise
         shm = sum(1 for _ in Path("/dev/shm").iterdir())
-        return Holdings(time.monotonic() - self._ready, rss / 2**20, own / 2**20, fds, threads, count, shm)
+        return ResourceUsage(
+            time.monotonic() - self._ready, rss / 2**20, own / 2**20, fds, threads, count, shm
+        )
 
 
 @contextmanager
-def start(repository: Path, log: Path) -> Iterator[SoakedServer]:
+def start(repository: Path, log: Path) -> Iterator[SoakServer]:
     """Serve the repository with explicit model control and shared memory."""
     options = [f"--model-repository={repository}", "--model-control-mode=explicit", "--load-model=*"]
-    options += ["--allow-client-shm=true", *(f"--{name}-address=127.0.0.1" for name in FRONT_ENDS)]
+    options += ["--allow-client-shm=true", *(f"--{name}-address=127.0.0.1" for name in FRONTENDS)]
     with served(*options, log=log) as server:
-        yield SoakedServer(server)
+        yield SoakServer(server)

@@ -17,9 +17,7 @@ class StoppableThread(Protocol):
 
     work: SimpleQueue[Any]
     ended: Future[None]
-
-    @property
-    def alive(self) -> bool: ...
+    alive: bool
 
 
 async def stop_threads(threads: Iterable[StoppableThread], model: str, timeout: float) -> None:

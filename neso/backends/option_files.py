@@ -42,6 +42,16 @@ def resolve_generation_config(source: str, *places: Path) -> str:
     return str(resolve_relative(Path(source).expanduser(), *places) or source)
 
 
+def resolve_processors(processors: Mapping[str, str], *places: Path) -> dict[str, str]:
+    """Resolve the files in the option `logits_processors`, which can be relative to `places`."""
+    resolved = {}
+    for name, place in processors.items():
+        source, _, attribute = place.rpartition(":")
+        file = resolve_relative(source, *places) if source.endswith(".py") else None
+        resolved[name] = place if file is None else f"{file}:{attribute}"
+    return resolved
+
+
 def log_default_sampling(
     model: str, defaults: SamplingDefaults, source: str, override: Mapping[str, Any]
 ) -> None:
@@ -55,6 +65,6 @@ def log_default_sampling(
     if names & override.keys():
         places.append("override_generation_config")
     logger.info(
-        "model '%s': defaults of sampling for OpenAI's API: %s, by %s (generation_config 'vllm': by no file)",
+        "model '%s': default sampling parameters for OpenAI: %s, from %s (disable with generation_config 'vllm')",
         *(model, defaults, " and ".join(places)),
     )

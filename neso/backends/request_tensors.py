@@ -70,11 +70,11 @@ def text_input(request: InferenceRequest, name: str) -> str:
     return value
 
 
-def request_logprobs(values: dict[str, Any], wanted: Container[str]) -> None:
-    """Set `logprobs` in sampling parameters to the value that the outputs `wanted` require, unless it is set."""
-    if "logprobs" in wanted:
+def request_logprobs(values: dict[str, Any], requested: Container[str]) -> None:
+    """Set `logprobs` in sampling parameters to the value that the outputs `requested` require, unless it is set."""
+    if "logprobs" in requested:
         values.setdefault("logprobs", 1)
-    if "cumulative_logprob" in wanted:
+    if "cumulative_logprob" in requested:
         values.setdefault("logprobs", 0)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from neso.flags import Flag, FlagGroup, declarations
 from neso.server.errors import ServerError
 
-Made = TypeVar("Made")
+Built = TypeVar("Built")
 
 MODELS = Flag("models", "The MODEL arguments, in a configuration file.", repeated=True)
 CONFIG = "config"
@@ -59,7 +59,7 @@ class FlagValues:
         """Whether the command line or the file sets the flag."""
         return name in self._given
 
-    def build(self, make: Callable[..., Made], **others: Any) -> Made:
+    def build(self, make: Callable[..., Built], **others: Any) -> Built:
         """Call `make`, a class or function whose parameters declare flags, with the flags' values and `others`.
 
         Raises `OptionError` for values that cannot be converted, `ServerError` for invalid combinations.

@@ -75,7 +75,7 @@ def _parameter(name: str) -> str:
 
 
 def join_restricted_api(arguments: list[str]) -> list[str]:
-    """Join the three arguments `GROUPS KEY VALUE` of Triton's OpenAI front end into one."""
+    """Join the three arguments `GROUPS KEY VALUE` of Triton's OpenAI frontend into one."""
     result: list[str] = []
     rest = list(arguments)
     while rest:

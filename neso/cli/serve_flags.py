@@ -91,7 +91,7 @@ COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "Connections": (),
     "HTTP": (
-        Flag("allow-http", "Enable the HTTP front end.", BOOLEAN, True),
+        Flag("allow-http", "Enable the HTTP frontend.", BOOLEAN, True),
         Flag(
             "http-thread-count",
             "Number of tritonserver's HTTP threads.",
@@ -100,7 +100,7 @@ COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
     "gRPC": (
-        Flag("allow-grpc", "Enable the gRPC front end.", BOOLEAN, True),
+        Flag("allow-grpc", "Enable the gRPC frontend.", BOOLEAN, True),
         Flag(
             "grpc-http2-max-pings-without-data",
             "Maximum number of pings without data between them.",
@@ -131,20 +131,20 @@ COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("allow-openai", "Enable the OpenAI API, on its own port and under /v1 of HTTP.", BOOLEAN, True),
         Flag(
             "backend",
-            "Backend of Triton's OpenAI front end.",
+            "Backend of Triton's OpenAI frontend.",
             choice("vllm", "tensorrtllm"),
             ignored="requests follow the inputs that a model declares",
         ),
         Flag(
             "enable-kserve-frontends",
-            "Serve the KServe protocols beside Triton's OpenAI front end.",
+            "Serve the KServe protocols beside Triton's OpenAI frontend.",
             SWITCH,
             ignored="they are served unless --allow-http and --allow-grpc are false",
         ),
-        Flag("uvicorn-log-level", "Log level of Triton's OpenAI front end.", ignored="see --log-verbose"),
+        Flag("uvicorn-log-level", "Log level of Triton's OpenAI frontend.", ignored="see --log-verbose"),
     ),
     "OpenAI access": (),
-    "Metrics": (Flag("allow-metrics", "Enable the metrics front end.", BOOLEAN, True),),
+    "Metrics": (Flag("allow-metrics", "Enable the metrics frontend.", BOOLEAN, True),),
     "Process": (
         Flag("config", "YAML file with names of options as keys. The command line takes precedence.", PATH),
         Flag(

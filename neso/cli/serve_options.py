@@ -1,4 +1,4 @@
-"""Options of `neso serve`: options of the core and the front ends, built from the flags, and the MODEL arguments."""
+"""Options of `neso serve`: options of the core and the frontends, built from the flags, and the MODEL arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ModelArgument:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """All options of `neso serve`. Disabled front ends are None.
+    """All options of `neso serve`. Disabled frontends are None.
 
     `engine`: options of the engines of `models`, as parameters of the `llm` backend. `warnings`: messages about given
     options that have no effect.
@@ -108,7 +108,7 @@ class ServeOptions:
         )
 
     def _check_ports(self) -> None:
-        """Raise `OptionError` if two front ends have the same address and port."""
+        """Raise `OptionError` if two frontends have the same address and port."""
         used: dict[tuple[str, int], str] = {}
         for name, options in (
             ("HTTP", self.http),

@@ -1,4 +1,4 @@
-"""The server process: runs the core and the front ends, and prints a summary when they are ready."""
+"""The server process: runs the core and the frontends, and prints a summary when they are ready."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROTOCOLS = {
 }
 
 
-class FrontEnd(Protocol):
+class Frontend(Protocol):
     """A server of one protocol."""
 
     @property
@@ -77,19 +77,19 @@ async def _serve(options: ServeOptions, started: float) -> int:
     core = Core(options.server)
     for model in options.models:
         _add_checkpoint(core, model, options.engine)
-    # The front ends are imported and started while the models load in their own processes.
+    # The frontends are imported and started while the models load in their own processes.
     loading = asyncio.ensure_future(core.start())
-    front_ends: dict[str, FrontEnd] = {}
+    frontends: dict[str, Frontend] = {}
     try:
         await asyncio.sleep(0)
-        await _start_front_ends(core, options, front_ends)
+        await _start_frontends(core, options, frontends)
         if not await _wait_unless(stopping, loading):
             return 0
         failed = _failures(core, options)
         if failed:
             print("\n".join(f"neso: {reason}" for reason in failed), file=sys.stderr)
             return 1
-        ports = {name: front_end.port for name, front_end in front_ends.items()}
+        ports = {name: frontend.port for name, frontend in frontends.items()}
         freeze_gc()
         show_ready(core, ports, time.perf_counter() - started)
         await stopping.wait()
@@ -97,7 +97,7 @@ async def _serve(options: ServeOptions, started: float) -> int:
         return 0
     finally:
         loading.cancel()
-        await _stop(front_ends, core, options.server.exit_timeout)
+        await _stop(frontends, core, options.server.exit_timeout)
 
 
 def _add_checkpoint(core: Core, model: ModelArgument, engine: dict[str, str]) -> None:
@@ -118,12 +118,12 @@ def _backend_of(checkpoint: str) -> str:
     return "embedding" if is_embedding_model(checkpoint) else "llm"
 
 
-async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str, FrontEnd]) -> None:
-    """Start the front ends and add each to `started`, so that the caller can stop them after a failure."""
+async def _start_frontends(core: Core, options: ServeOptions, started: dict[str, Frontend]) -> None:
+    """Start the frontends and add each to `started`, so that the caller can stop them after a failure."""
 
-    async def start(name: str, front_end: FrontEnd) -> None:
-        await front_end.start()
-        started[name] = front_end
+    async def start(name: str, frontend: Frontend) -> None:
+        await frontend.start()
+        started[name] = frontend
 
     app = None
     limits = options.connections.limits()
@@ -176,12 +176,12 @@ async def _wait_unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
     return task.done()
 
 
-async def _stop(front_ends: dict[str, FrontEnd], core: Core, timeout: float) -> None:
+async def _stop(frontends: dict[str, Frontend], core: Core, timeout: float) -> None:
     """Stop within `timeout` seconds and a few more; then the process exits in any case."""
     deadline = time.monotonic() + timeout
     _exit_after(timeout + EXIT_GRACE)
     grace = timeout * (1 - BACKEND_SHARE)  # the rest of the time is for the models
-    await asyncio.gather(*(front_end.stop(grace) for front_end in front_ends.values()))
+    await asyncio.gather(*(frontend.stop(grace) for frontend in frontends.values()))
     await core.stop(max(0.0, deadline - time.monotonic()))
 
 

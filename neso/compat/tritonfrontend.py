@@ -168,10 +168,10 @@ def _warn_ignored(**given: tuple[Any, Any]) -> None:
             warnings.warn(f"tritonfrontend: {name} has no effect in Neso", stacklevel=5)
 
 
-Self = TypeVar("Self", bound="FrontEnd")
+Self = TypeVar("Self", bound="Frontend")
 
 
-class FrontEnd:
+class Frontend:
     """Frontend of a `tritonserver.Server`, listening from `start` to `stop` or within a `with` block.
 
     Raises `InvalidArgumentError` if the server is not running or `options` is not an instance of `Options`.
@@ -187,7 +187,7 @@ class FrontEnd:
             raise InvalidArgument(
                 f"Incorrect type for options. options argument must be of type {type(self).__name__}.Options"
             )
-        self._front_end = self._kind(server.neso, options.to_neso())
+        self._frontend = self._kind(server.neso, options.to_neso())
 
     def start(self) -> None:
         """Start listening.
@@ -195,13 +195,13 @@ class FrontEnd:
         Raises `AlreadyExistsError` if already started, `UnavailableError` if the port is in use.
         """
         try:
-            self._front_end.start()
+            self._frontend.start()
         except BindError as error:
             raise Unavailable(str(error)) from None
 
     def stop(self) -> None:
         """Wait for requests in flight, then close. Idempotent."""
-        self._front_end.stop()
+        self._frontend.stop()
 
     def __enter__(self: Self) -> Self:
         self.start()
@@ -211,14 +211,14 @@ class FrontEnd:
         self.stop()
 
 
-class KServeHttp(FrontEnd):
+class KServeHttp(Frontend):
     """KServe v2 API with Triton's extensions over HTTP."""
 
     Options = KServeHttpOptions
     _kind = inprocess.KServeHttp
 
 
-class KServeGrpc(FrontEnd):
+class KServeGrpc(Frontend):
     """KServe v2 API with Triton's extensions over gRPC."""
 
     Options = KServeGrpcOptions
@@ -226,7 +226,7 @@ class KServeGrpc(FrontEnd):
     _kind = inprocess.KServeGrpc
 
 
-class Metrics(FrontEnd):
+class Metrics(Frontend):
     """Prometheus metrics over HTTP."""
 
     Options = MetricsHttpOptions

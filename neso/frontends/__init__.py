@@ -1,1 +1,1 @@
-"""Front ends: the client protocols. They parse requests, call the server and write responses."""
+"""Frontends: the client protocols. They parse requests, call the server and write responses."""

@@ -1,4 +1,4 @@
-"""Options of the front ends, with the flags of `neso serve` that set them.
+"""Options of the frontends, with the flags of `neso serve` that set them.
 
 Port 0 selects a free port. Times of the gRPC server are in milliseconds.
 """
@@ -87,7 +87,7 @@ def grpc_tls(
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """Limits on the connections of all front ends together."""
+    """Limits on the connections of all frontends together."""
 
     max_connections: Annotated[
         int, Flag("max-connections", "Maximum number of connections to all ports together.", integer(1))
@@ -116,7 +116,7 @@ class HttpOptions:
         str,
         Flag(
             "http-address",
-            "Address of the HTTP front end.",
+            "Address of the HTTP frontend.",
             metavar="HOST",
             default_text="that of --host",
             fallback="host",
@@ -126,7 +126,7 @@ class HttpOptions:
         int,
         Flag(
             "http-port",
-            "Port of the HTTP front end: KServe, and the OpenAI API under /v1.",
+            "Port of the HTTP frontend: KServe, and the OpenAI API under /v1.",
             PORT,
             aliases=("port", "kserve-http-port"),
         ),
@@ -210,14 +210,14 @@ class GrpcOptions:
         str,
         Flag(
             "grpc-address",
-            "Address of the gRPC front end.",
+            "Address of the gRPC frontend.",
             metavar="HOST",
             default_text="that of --host",
             fallback="host",
         ),
     ] = "0.0.0.0"
     port: Annotated[
-        int, Flag("grpc-port", "Port of the gRPC front end.", PORT, aliases=("kserve-grpc-port",))
+        int, Flag("grpc-port", "Port of the gRPC frontend.", PORT, aliases=("kserve-grpc-port",))
     ] = 8001
     max_message_bytes: Annotated[
         int,
@@ -359,13 +359,13 @@ class GrpcOptions:
 
 @dataclass(frozen=True, slots=True)
 class MetricsOptions:
-    """Address of the metrics front end."""
+    """Address of the metrics frontend."""
 
     host: Annotated[
         str,
         Flag(
             "metrics-address",
-            "Address of the metrics front end.",
+            "Address of the metrics frontend.",
             metavar="HOST",
             default_text="that of HTTP",
             fallback="http-address",

@@ -42,13 +42,13 @@ class InProcessFrontend(Generic[Options]):
     def port(self) -> int:
         """The port listened on. Raises `Unavailable` while the frontend is not running."""
         if self._frontend is None:
-            raise Unavailable("the front end has not been started")
+            raise Unavailable("the frontend has not been started")
         return self._frontend.port
 
     def start(self: Self) -> Self:
         """Start listening. Raises `BindError`, `Unavailable`, or `AlreadyExists` if the frontend is running."""
         if self._frontend is not None:
-            raise AlreadyExists("the front end has been started already")
+            raise AlreadyExists("the frontend has been started already")
         frontend = self._make(self._server.running_core(), self._options)
         self._server.wait_for(self._begin(frontend))
         self._frontend = frontend

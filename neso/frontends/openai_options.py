@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 API_KEY_VARIABLE = "NESO_API_KEY"
 RESTRICTED_GROUPS = ("inference", "model-repository", "metrics", "health")
-"""Groups of routes that `--openai-restricted-api` can restrict, with the names of Triton's OpenAI front end."""
+"""Groups of routes that `--openai-restricted-api` can restrict, with the names of Triton's OpenAI frontend."""
 UNLIMITED = 0
 OPEN_GROUPS = {
     "health": ("/health", "/ping"),
@@ -171,7 +171,7 @@ class OpenAIOptions:
     - allowed_media_domains: hosts from which images may be fetched, ("*",) for any
     - restrictions: restricted API groups of KServe; openai_restrictions: restricted groups of `RESTRICTED_GROUPS`
     - metrics: serve `GET /metrics`
-    - triton_compatibility: where Triton's OpenAI front end differs from the OpenAI API, behave like the former
+    - triton_compatibility: where Triton's OpenAI frontend differs from the OpenAI API, behave like the former
     - host, port, reuse_port, tls: settings of the API's own port; `create_app` ignores them
     """
 
@@ -273,7 +273,7 @@ class OpenAIOptions:
         bool,
         Flag(
             "openai-triton-compatibility",
-            "Use the error format and status codes of Triton's OpenAI front end, and list models that do not generate "
+            "Use the error format and status codes of Triton's OpenAI frontend, and list models that do not generate "
             "text.",
         ),
     ] = False

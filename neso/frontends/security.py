@@ -1,4 +1,4 @@
-"""Access control shared by the front ends: TLS certificates, and APIs restricted to clients with a secret header.
+"""Access control shared by the frontends: TLS certificates, and APIs restricted to clients with a secret header.
 
 `neso serve --help` imports this module, so `TlsFiles.context` imports `ssl`, which is slow to import.
 """
@@ -105,8 +105,8 @@ class TlsFiles:
             context.load_cert_chain(self.certificate, self.key, password=_reject_encrypted_key)
         except ssl.SSLError as error:
             raise InvalidArgument(
-                f"the TLS certificate '{self.certificate}' and the key '{self.key}' do not go together, or one of them "
-                f"is no PEM file: {error.reason or error}"
+                f"the TLS certificate '{self.certificate}' and the key '{self.key}' do not match, or one of them "
+                f"is not a PEM file: {error.reason or error}"
             ) from None
         except ValueError as error:
             raise InvalidArgument(f"the TLS key '{self.key}' cannot be used: {error}") from None
@@ -116,7 +116,7 @@ class TlsFiles:
                 context.load_verify_locations(self.client_root)
             except ssl.SSLError as error:
                 raise InvalidArgument(
-                    f"the TLS root certificate '{self.client_root}' is no PEM file: {error.reason or error}"
+                    f"the TLS root certificate '{self.client_root}' is not a PEM file: {error.reason or error}"
                 ) from None
             context.verify_mode = ssl.CERT_REQUIRED
         return context

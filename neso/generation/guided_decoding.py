@@ -89,7 +89,9 @@ class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for text in choice:
             check_unicode(self.field, text)
         if len(choice) > _MAX_CHOICES:
-            raise InvalidParameter(self.field, f"has {len(choice)} choices, at most {_MAX_CHOICES} are taken")
+            raise InvalidParameter(
+                self.field, f"has {len(choice)} choices, at most {_MAX_CHOICES} are allowed"
+            )
 
     def _check_whitespace(self) -> None:
         if self.kind not in ("json", "json_object"):

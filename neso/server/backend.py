@@ -17,7 +17,7 @@ from neso.server.config.scheduling import instances_of
 from neso.server.errors import Cancelled, InvalidArgument
 from neso.server.import_turn import IMPORT_SECONDS, import_turn
 from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.repository.names import stays_inside
+from neso.server.repository.names import is_inside
 
 if TYPE_CHECKING:
     from neso.generation import GenerationOutput, LanguageModel, PoolingModel
@@ -251,7 +251,7 @@ PYTHON_BASED_FILE = "model.py"
 
 def python_based_file(name: str, directory: Path | None) -> Path | None:
     """Return the file of a Python-based backend in the backend directory; None if there is none with this name."""
-    if directory is None or name in BUILTIN or "/" in name or not stays_inside(name):
+    if directory is None or name in BUILTIN or "/" in name or not is_inside(name):
         return None
     file = directory.absolute() / name / PYTHON_BASED_FILE
     return file if file.is_file() else None
@@ -276,7 +276,7 @@ def find_backend(name: str, directory: Path | None = None) -> type[Backend]:
         raise InvalidArgument(f"unable to load backend '{name}'{hint}: {error}") from None
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise InvalidArgument(
-            f"unable to load backend '{name}': {found!r} is no subclass of {Backend.__name__}"
+            f"unable to load backend '{name}': {found!r} is not a subclass of {Backend.__name__}"
         )
     return found
 

@@ -50,7 +50,7 @@ class Core:
         self.options = options
         self.metrics = MetricsRegistry(reserved=MODEL_FAMILIES)
         self.metrics.register(ModelCollector(self.models, options.metrics))
-        self.custom_metrics = CustomMetrics(self.metrics.taken)
+        self.custom_metrics = CustomMetrics(self.metrics.is_registered)
         self.metrics.register(self.custom_metrics)
         self._machine_metrics = MachineMetrics(options.metrics)
         self.metrics.register(self._machine_metrics)

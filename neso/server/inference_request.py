@@ -28,6 +28,7 @@ class InferenceRequest:
     - trace: the trace or model execution of this request; None if not traced
     - payload: None for a request with tensors
     - single_response: join the outputs of a text generation into one response
+    - cancelled: set by `cancel`; can be read by any thread
     """
 
     model_name: str
@@ -46,19 +47,14 @@ class InferenceRequest:
     trace: TraceParent | None = None
     payload: GenerationRequest | PoolingRequest | None = None
     single_response: bool = False
-    _cancelled: bool = field(default=False, repr=False)
-    _cancel_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the client cancelled the request. Thread-safe."""
-        return self._cancelled
+    cancelled: bool = field(default=False, init=False)
+    _cancel_callbacks: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
 
     def cancel(self) -> None:
         """Cancel the request and run the callbacks once. Idempotent. Call on the core's loop."""
-        if self._cancelled:
+        if self.cancelled:
             return
-        self._cancelled = True
+        self.cancelled = True
         callbacks, self._cancel_callbacks = self._cancel_callbacks, []
         for callback in callbacks:
             callback()
@@ -69,7 +65,7 @@ class InferenceRequest:
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Call `callback` on the core's loop when the request is cancelled; immediately if it already is."""
-        if self._cancelled:
+        if self.cancelled:
             callback()
         else:
             self._cancel_callbacks.append(callback)

@@ -28,7 +28,7 @@ class InferenceResponse:
     - outputs: tensors
     - result: output of a text-generation or pooling request
     - error: if set, the outputs are not valid
-    - made: creation time in ns of the monotonic clock
+    - created_ns: creation time in ns of the monotonic clock
     """
 
     model_name: str
@@ -38,7 +38,7 @@ class InferenceResponse:
     parameters: dict[str, ParameterValue] = field(default_factory=dict)
     error: ServerError | None = None
     final: bool = False
-    made: int = field(default_factory=time.monotonic_ns)
+    created_ns: int = field(default_factory=time.monotonic_ns)
     result: GenerationOutput | PooledOutput | None = None
 
     @property
@@ -65,6 +65,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
     - batch_size: batch size of the request; 1 for models that do not batch
     - timeline: filled in by the backend
     - on_response(stream, response): called with each response before the consumer gets it
+    - closed: whether the final response was sent; later responses are dropped
     - failure: why the request counts as failed in the statistics; None if it does not
     - trace: None unless the request is traced
 
@@ -73,7 +74,6 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
     """
 
     __slots__ = (
-        "_closed",
         "_drained",
         "_held",
         "_on_response",
@@ -81,6 +81,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         "_sink",
         "_waiter",
         "batch_size",
+        "closed",
         "failure",
         "on_close",
         "request",
@@ -105,28 +106,23 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self._sink: Callable[[InferenceResponse], None] | None = None
         self.on_close: Callable[[], None] | None = None
         self._held: list[InferenceResponse] | None = None
-        self._closed = False
+        self.closed = False
         self._drained = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether the final response was sent. Later responses are dropped."""
-        return self._closed
 
     def send(self, response: InferenceResponse, *, final: bool = False) -> None:
         """Deliver a response; the final one closes the stream."""
-        if self._closed:
+        if self.closed:
             return
         response.final = response.final or final
         response.id = response.id or self.request.id
-        self._closed = response.final
+        self.closed = response.final
         if self._on_response is not None:
             self._on_response(self, response)
         if self._held is not None:
             self._held.append(response)
         else:
             self._deliver(response)
-        if self._closed:
+        if self.closed:
             self.request.ended()
             on_close, self.on_close = self.on_close, None
             if on_close is not None:
@@ -179,13 +175,9 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self.failure = self.failure or FailureReason.REJECTED
         self.fail(error)
 
-    def fail_on_cancel_while_queued(self) -> None:
-        """End the request as soon as it is cancelled, until its execution starts. Afterwards the backend ends it."""
-        self.request.on_cancel(self._leave_queue)
-
     def cancel(self) -> None:
         """Cancel the request unless it has ended."""
-        if not self._closed:
+        if not self.closed:
             self.request.cancel()
 
     def begin_generation(self, request: GenerationRequest | None) -> None:
@@ -204,7 +196,8 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         if self.trace is not None and self.trace.generation is not None:
             self.trace.generation.observe(output)
 
-    def _leave_queue(self) -> None:
+    def fail_if_queued(self) -> None:
+        """Fail a cancelled request whose execution has not started. Afterwards, the backend ends it."""
         if not self.timeline.compute_start:
             self.fail(Cancelled(NEVER_EXECUTED))
 

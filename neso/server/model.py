@@ -78,6 +78,7 @@ class Model:
         self._backend = backend
         self._limited = context.limited
         self._batcher = self._make_batcher()
+        self._executor = self._batcher or backend  # gets the requests with tensors
         self._sequences = self._batcher if isinstance(self._batcher, SequenceBatcher) else None
         self._cached = open_cached_model(context, self._start, self._remove)
         self._in_flight: set[ResponseStream] = set()
@@ -151,7 +152,8 @@ class Model:
         """Start a request. Raises `ServerError` if the model cannot accept it; later errors are sent as responses."""
         if self._retired:
             return self._after_retirement().submit(request)
-        batch_size = self._check(request)
+        payload = request.payload
+        batch_size = self.signature.check(request) if payload is None else self._check_payload(payload)
         request.model_version = self.version
         stream = ResponseStream(request, self._observe, batch_size)
         if request.trace is not None:
@@ -160,7 +162,7 @@ class Model:
             )
         self._in_flight.add(stream)
         self._idle.clear()
-        if self._cached is None or request.payload is not None or not self._cached.take(stream):
+        if self._cached is None or payload is not None or not self._cached.take(stream):
             self._start(stream)
         return stream
 
@@ -199,11 +201,9 @@ class Model:
             self.name, {}, id=payload.request_id, priority=payload.priority, trace=trace, payload=payload
         )
 
-    def _check(self, request: InferenceRequest) -> int:
-        """Check a request and return its batch size. Raises `InvalidArgument`, `Unsupported`."""
-        if request.payload is None:
-            return self.signature.check(request)
-        if isinstance(request.payload, GenerationRequest):
+    def _check_payload(self, payload: GenerationRequest | PoolingRequest) -> int:
+        """Check that the model supports the payload, and return its batch size. Raises `Unsupported`."""
+        if isinstance(payload, GenerationRequest):
             if self.language_model is None:
                 raise Unsupported(f"model '{self.name}' is not a language model")
         elif self.pooling_model is None:
@@ -211,16 +211,15 @@ class Model:
         return 1
 
     def _start(self, stream: ResponseStream) -> None:
+        payload = stream.request.payload
         try:
-            if isinstance(stream.request.payload, GenerationRequest):
-                stream.begin_generation(stream.request.payload)
+            if payload is None:
+                self._executor.submit(stream)
+            elif isinstance(payload, GenerationRequest):
+                stream.begin_generation(payload)
                 self._backend.submit_generation(stream)
-            elif stream.request.payload is not None:
-                self._backend.submit_pooling(stream)
-            elif self._batcher is not None:
-                self._batcher.submit(stream)
             else:
-                self._backend.submit(stream)
+                self._backend.submit_pooling(stream)
         except (ServerError, InvalidParameter) as error:
             stream.fail_with(error)
         except Exception as error:
@@ -332,41 +331,38 @@ class Model:
         if self._sequences is not None:
             self._sequences.observe(stream, response)
         request = stream.request
-        if isinstance(response.result, GenerationOutput):
+        if response.result is not None and isinstance(response.result, GenerationOutput):
             stream.observe_generation(response.result)
         if request.requested_outputs or request.classification or self.signature.reshapes_outputs:
             self._shape_outputs(request, response)
         if self._cached is not None:
-            self._cached.observe(stream.request, response)
+            self._cached.observe(request, response)
         if response.error is not None and stream.failure is None:
-            stream.failure = _reason(response.error, stream.request)
+            stream.failure = _reason(response.error, request)
         if self.decoupled:
-            outcome = _outcome(response, stream.request)
-            self.statistics.responses.record(stream.timeline, response.made, outcome)
+            outcome = _outcome(response, request)
+            self.statistics.responses.record(stream.timeline, response.created_ns, outcome)
         if stream.trace is not None:
-            stream.trace.observe(stream.timeline, response, stream.request.inputs)
+            stream.trace.observe(stream.timeline, response, request.inputs)
         if response.final:
-            self._count(stream)
+            if stream.failure is not None:
+                self.statistics.record_failure(stream.timeline, stream.failure)
+            else:
+                self.statistics.record_success(stream.timeline, stream.batch_size)
+                if self._batcher is None and not self._backend.counts_executions:
+                    self.statistics.record_execution(stream.batch_size, stream.timeline)
             self._remove(stream)
 
     def _shape_outputs(self, request: InferenceRequest, response: InferenceResponse) -> None:
-        wanted = request.requested_outputs
-        if wanted:
-            response.outputs = [tensor for tensor in response.outputs if tensor.name in wanted]
+        requested = request.requested_outputs
+        if requested:
+            response.outputs = [tensor for tensor in response.outputs if tensor.name in requested]
         try:
             response.outputs = self.signature.restore(response.outputs)
             if request.classification:
                 response.outputs = self._classifier.classify(response.outputs, request.classification)
         except ServerError as error:
             response.outputs, response.error = [], InternalError(error.message)
-
-    def _count(self, stream: ResponseStream) -> None:
-        if stream.failure is not None:
-            self.statistics.record_failure(stream.timeline, stream.failure)
-            return
-        self.statistics.record_success(stream.timeline, stream.batch_size)
-        if self._batcher is None and not self._backend.counts_executions:
-            self.statistics.record_execution(stream.batch_size, stream.timeline)
 
     def _remove(self, stream: ResponseStream) -> None:
         """Remove a request that has ended."""

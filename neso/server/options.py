@@ -13,7 +13,7 @@ from neso.flags import LEVEL, PATH_OR_URI, SWITCH, Flag, FlagGroup, integer, num
 from neso.server.cache_options import RedisOptions
 from neso.server.errors import InvalidArgument
 from neso.server.metrics.config import MetricsConfig
-from neso.server.repository.names import stays_inside
+from neso.server.repository.names import is_inside
 from neso.server.trace_config import TraceConfig
 
 
@@ -293,7 +293,7 @@ class ServerOptions:
         ):
             if not value >= minimum:
                 raise InvalidArgument(f"{name} must be at least {minimum}, got {value}")
-        if not stays_inside(self.model_config_name):
+        if not is_inside(self.model_config_name):
             raise InvalidArgument(
                 f"model_config_name must be the name of a file in 'configs', got '{self.model_config_name}'"
             )

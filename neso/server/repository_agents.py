@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from neso.server.errors import InvalidArgument, ServerError, Unsupported
-from neso.server.repository.names import stays_inside
+from neso.server.repository.names import is_inside
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class ChecksumAgent(RepositoryAgent):
 
 
 def _md5(directory: Path, filename: str) -> str:
-    if not stays_inside(filename):
+    if not is_inside(filename):
         raise InvalidArgument(f"file '{filename}' must stay inside the model's folder")
     digest = hashlib.md5(usedforsecurity=False)
     try:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.metadata import TensorMetadata
-from neso.server.repository.names import stays_inside
+from neso.server.repository.names import is_inside
 from neso.server.tensor import DataType, Tensor, element_count
 
 MAX_CLASSES = 1_000_000
@@ -37,10 +37,10 @@ class Classifier:
             if output.label_filename:
                 self.labels[output.name] = _read_labels(directory, output.label_filename, config.name)
 
-    def classify(self, outputs: list[Tensor], wanted: Mapping[str, int]) -> list[Tensor]:
-        """Replace each output in `wanted` by its `wanted[name]` top classes. Raises `InvalidArgument`."""
+    def classify(self, outputs: list[Tensor], counts: Mapping[str, int]) -> list[Tensor]:
+        """Replace each output in `counts` by its `counts[name]` top classes. Raises `InvalidArgument`."""
         return [
-            self._classes(tensor, wanted[tensor.name]) if tensor.name in wanted else tensor
+            self._classes(tensor, counts[tensor.name]) if tensor.name in counts else tensor
             for tensor in outputs
         ]
 
@@ -91,7 +91,7 @@ def _class_text(value: Any, index: int, labels: Sequence[str]) -> bytes:
 
 def _read_labels(directory: Path, filename: str, model: str) -> list[str]:
     """Read one label per line; an empty line means no label for that index. The file must be in `directory`."""
-    if not stays_inside(filename):
+    if not is_inside(filename):
         raise InvalidArgument(
             f"label file '{filename}' of model '{model}' must stay inside the model's folder"
         )

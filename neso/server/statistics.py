@@ -69,26 +69,26 @@ class ResponseStatistics:
 
     def __init__(self, first_response_ms: BucketCounts | None = None) -> None:
         self.first_response_ms = first_response_ms
-        self._places: list[ResponseDurations] = []
+        self._by_index: list[ResponseDurations] = []
 
-    def record(self, timeline: Timeline, made: int, outcome: ResponseOutcome) -> None:
-        """Record the next response of a request. `made`: its creation time, in ns of the monotonic clock."""
+    def record(self, timeline: Timeline, created_ns: int, outcome: ResponseOutcome) -> None:
+        """Record the next response of a request. `created_ns`: its creation time, in ns of the monotonic clock."""
         end = time.monotonic_ns()
         start = timeline.response_start or timeline.compute_start or timeline.queue_start
-        made = min(max(made, start), end)
-        place = timeline.responses
+        created_ns = min(max(created_ns, start), end)
+        index = timeline.responses
         timeline.responses += 1
-        timeline.response_start = made
-        if place >= MAX_RESPONSES:
+        timeline.response_start = created_ns
+        if index >= MAX_RESPONSES:
             return
-        if place == 0:
+        if index == 0:
             self.record_first(timeline, end)
-        if place == len(self._places):
-            self._places.append(ResponseDurations())
-        durations = self._places[place]
+        if index == len(self._by_index):
+            self._by_index.append(ResponseDurations())
+        durations = self._by_index[index]
         if outcome in _COMPUTED:
-            durations.compute_infer.add(made - start)
-            durations.compute_output.add(end - made)
+            durations.compute_infer.add(created_ns - start)
+            durations.compute_output.add(end - created_ns)
         getattr(durations, outcome.value).add(end - start)
 
     def record_first(self, timeline: Timeline, end: int) -> None:
@@ -98,7 +98,7 @@ class ResponseStatistics:
 
     def as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return the statistics by index, as in the statistics extension; {} for models that are not decoupled."""
-        return {str(place): durations.as_dict() for place, durations in enumerate(self._places)}
+        return {str(index): durations.as_dict() for index, durations in enumerate(self._by_index)}
 
 
 class FailureReason(str, Enum):

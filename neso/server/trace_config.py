@@ -271,7 +271,7 @@ def _url(text: str) -> str:
     url = text if "://" in text else f"http://{text}"
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidArgument(f"--trace-config opentelemetry,url: '{text}' is no HTTP URL")
+        raise InvalidArgument(f"--trace-config opentelemetry,url: '{text}' is not an HTTP URL")
     return url if parts.path.strip("/") else url.rstrip("/") + TRACES_PATH
 
 

@@ -103,6 +103,25 @@ def test_many_short_texts_do_not_block_the_event_loop(server: AttackedServer) ->
     server.attack(attack, "2048 texts").check(limit_mib=200)
 
 
+def test_bodies_of_many_values(server: AttackedServer) -> None:
+    bodies = [
+        ("/v1/completions", b'{"model":"neso-pilot","prompt":[' + b"1," * 1_000_000 + b'"a"]}'),
+        ("/v1/completions", b'{"model":"neso-pilot","prompt":[' + b"[]," * 1_000_000 + b"[1]]}"),
+        ("/v1/embeddings", b'{"model":"embedder","input":[' + b'"a",' * 1_000_000 + b"1]}"),
+        (
+            "/v1/chat/completions",
+            b'{"model":"neso-pilot","messages":[' + b'{"role":"x"},' * 200_000 + b"{}]}",
+        ),
+    ]
+
+    def attack() -> None:
+        for path, body in bodies:
+            status, answer = post(server, "openai", path, body)
+            assert status == 400 and answer["error"]["message"], answer
+
+    server.attack(attack, "a million values").check()
+
+
 def storage_bomb() -> bytes:
     """A file like that of `torch.save` whose metadata reads one storage of 5 MB 50 times."""
 

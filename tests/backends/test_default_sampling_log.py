@@ -31,7 +31,7 @@ def test_sources_with_defaults_are_logged(
     with caplog.at_level(logging.INFO):
         log_default_sampling("writer", SamplingDefaults(top_k=3, top_p=0.5), source, override)
     (message,) = caplog.messages
-    assert f"'writer': defaults of sampling for OpenAI's API: top_p 0.5, top_k 3, by {places} (" in message
+    assert f"'writer': default sampling parameters for OpenAI: top_p 0.5, top_k 3, from {places} (" in message
 
 
 def test_nothing_is_logged_without_defaults(caplog: pytest.LogCaptureFixture) -> None:

@@ -111,7 +111,7 @@ def test_invalid_values(arguments: list[str], message: str) -> None:
         parse(*arguments)
 
 
-def test_flags_of_tritons_openai_front_end() -> None:
+def test_flags_of_tritons_openai_frontend() -> None:
     options = parse(
         "--tokenizer=t",
         "--kserve-http-port=1",

@@ -95,7 +95,7 @@ def test_defaults():
     assert not options.server.allow_client_shm
 
 
-def test_options_reach_server_and_front_ends(tmp_path):
+def test_options_reach_server_and_frontends(tmp_path):
     options = parse(
         f"--model-repository={tmp_path}",
         "--model-control-mode=explicit",

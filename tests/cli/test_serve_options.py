@@ -138,8 +138,8 @@ def test_addresses_default_to_the_http_address():
 
 def test_host_is_the_default_address():
     options = parse("--host=127.0.0.1", "--port=8080")
-    front_ends = (options.http, options.grpc, options.metrics, options.openai)
-    assert {front_end.host for front_end in front_ends} == {"127.0.0.1"} and options.http.port == 8080
+    frontends = (options.http, options.grpc, options.metrics, options.openai)
+    assert {frontend.host for frontend in frontends} == {"127.0.0.1"} and options.http.port == 8080
     options = parse("--host=127.0.0.1", "--http-address=::1", "--grpc-address=::")
     assert options.grpc.host == "::" and options.metrics.host == options.http.host == "::1"
 

@@ -174,7 +174,7 @@ mine {'name': 'words', 'version': 1, 'state': None} True
 refused
 True
 """
-FRONT_ENDS = """
+FRONTENDS = """
 import numpy as np
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
@@ -228,8 +228,8 @@ def test_script_may_install_the_packages(repository, tmp_path):
 
 
 def test_frontends_in_a_script(repository, tmp_path):
-    (tmp_path / "front_ends.py").write_text(FRONT_ENDS)
-    done = run("-m", "neso.compat", "-m", "front_ends", str(repository), cwd=tmp_path)
+    (tmp_path / "frontends.py").write_text(FRONTENDS)
+    done = run("-m", "neso.compat", "-m", "frontends", str(repository), cwd=tmp_path)
     assert done.stdout == "[[b'Roger Roger']] [[b'Roger Roger']]\nTrue\nrefused\nrefused\n", done.stderr
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, Idefics3ForConditionalGeneration
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
-from checkpoints import EOS, SHAPE, VOCAB_SIZE, let_images_tell, randomize, write_tokenizer
+from checkpoints import EOS, SHAPE, VOCAB_SIZE, amplify_weights, randomize, write_tokenizer
 
 EDGE, PATCH, SCALE = 28, 7, 2
 """Pixels of the vision tower's square and of its patches; a row of the output is of SCALE x SCALE patches."""
@@ -68,7 +68,7 @@ def _make_model(seed: int, image_token_id: int) -> torch.nn.Module:
         eos_token_id=EOS,
     )
     model = Idefics3ForConditionalGeneration(config)
-    let_images_tell(model, "vision_model", "connector")
+    amplify_weights(model, "vision_model", "connector")
     randomize(model)
     return model
 

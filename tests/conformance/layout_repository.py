@@ -84,7 +84,7 @@ class Stream:
         return results
 
 
-def ask(address: str, model: str, batch: int | None = 1, **values: Any) -> list[Any]:
+def send_request(address: str, model: str, batch: int | None = 1, **values: Any) -> list[Any]:
     """Return all responses to one request."""
     return Stream(address, model, tensors(batch, **values)).all()
 

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 PORT_LINE = re.compile(r"^  (http|grpc|metrics|openai)\s+(\d+)", re.MULTILINE)
-# Default ports of the front ends in tests.
+# Default ports of the frontends in tests.
 PLACES = {
     f"--{name}-{what}": value
     for name in ("http", "grpc", "metrics", "openai")
@@ -104,8 +104,8 @@ class ServerProcess:
         request = urllib.request.Request(
             self.url(path, protocol), data, {"Content-Type": "application/json", **headers}
         )
-        status, answer = _call(request)
-        return status, orjson.loads(answer) if answer else None
+        status, response = _call(request)
+        return status, orjson.loads(response) if response else None
 
     def metrics(self) -> dict[str, float]:
         """Return all samples by name with labels."""

@@ -153,8 +153,8 @@ def test_engine_crash_affects_only_its_model():
             for name in ("first", "second")
         }
         assert sorted(code for code, _ in status.values()) == [200, 503]
-        (answer,) = (answer for code, answer in status.values() if code == 503)
-        assert "SIGKILL" in answer["error"]
+        (response,) = (response for code, response in status.values() if code == 503)
+        assert "SIGKILL" in response["error"]
         assert server.stop() == 0
 
 

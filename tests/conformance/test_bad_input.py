@@ -42,9 +42,9 @@ def server_survives(server):
     ],
 )
 def test_http(server, path, body, status, message):
-    got, answer = server.post(path, body)
-    assert (got, list(answer)) == (status, ["error"])
-    assert message in answer["error"]
+    got, response = server.post(path, body)
+    assert (got, list(response)) == (status, ["error"])
+    assert message in response["error"]
 
 
 def test_body_too_large(server):

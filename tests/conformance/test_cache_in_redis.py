@@ -57,11 +57,11 @@ def serve(tmp_path, redis):
     )
 
 
-def ask(server: ServerProcess, value: int) -> int:
+def send_request(server: ServerProcess, value: int) -> int:
     body = {"inputs": [{"name": "IN", "shape": [1, 1], "datatype": "INT32", "data": [value]}]}
-    status, answer = server.post("/v2/models/double/infer", body)
-    assert status == 200, answer
-    return answer["outputs"][0]["data"][0]
+    status, response = server.post("/v2/models/double/infer", body)
+    assert status == 200, response
+    return response["outputs"][0]["data"][0]
 
 
 def wait_for_more(server: ServerProcess, metric: str, count: int) -> None:
@@ -72,9 +72,9 @@ def wait_for_more(server: ServerProcess, metric: str, count: int) -> None:
 
 def test_servers_share_the_cache(serve):
     with ServerProcess(*serve) as one, ServerProcess(*serve) as other:
-        assert [ask(one, n) for n in range(5)] == [0, 2, 4, 6, 8]
+        assert [send_request(one, n) for n in range(5)] == [0, 2, 4, 6, 8]
         wait_until(lambda: one.gauge("nv_cache_num_misses_per_model") == 5)
-        assert [ask(other, n) for n in range(5)] == [0, 2, 4, 6, 8]
+        assert [send_request(other, n) for n in range(5)] == [0, 2, 4, 6, 8]
         assert other.gauge("nv_cache_num_hits_per_model") == 5
         assert other.gauge("nv_inference_count") == 0
 
@@ -84,12 +84,12 @@ def test_redis_restart_fails_no_request(serve, redis):
         stop = threading.Event()
 
         def client(first: int) -> int:
-            asked = 0
+            requested = 0
             while not stop.is_set():
-                value = first + asked % 20
-                assert ask(server, value) == 2 * value
-                asked += 1
-            return asked
+                value = first + requested % 20
+                assert send_request(server, value) == 2 * value
+                requested += 1
+            return requested
 
         with ThreadPoolExecutor(4) as pool:
             clients = [pool.submit(client, 100 * n) for n in range(4)]
@@ -99,11 +99,11 @@ def test_redis_restart_fails_no_request(serve, redis):
             redis.start()
             wait_for_more(server, "nv_cache_num_hits_per_model", 20)
             stop.set()
-            asked = sum(task.result() for task in clients)
-        assert server.gauge("nv_inference_request_success") == asked
+            requested = sum(task.result() for task in clients)
+        assert server.gauge("nv_inference_request_success") == requested
         before = server.gauge("nv_cache_num_hits_per_model")
-        assert ask(server, 100) == 200
+        assert send_request(server, 100) == 200
         assert server.gauge("nv_cache_num_hits_per_model") == before + 1
         assert server.stop() == 0
-        assert server.output.count("does not answer, responses are not cached") == 1
-        assert server.output.count("answers again") == 1
+        assert server.output.count("does not respond, responses are not cached") == 1
+        assert server.output.count("responds again") == 1

@@ -84,15 +84,15 @@ def test_extension_is_advertised(triton):
 def test_plain_json(served):
     outputs = [{"name": "OUTPUT", "parameters": {"classification": 2}}]
     entry = {"name": "INPUT", "datatype": "FP32", "shape": VALUES.shape, "data": VALUES.tolist()}
-    status, answer = served.post("/v2/models/labelled/infer", {"inputs": [entry], "outputs": outputs})
+    status, response = served.post("/v2/models/labelled/infer", {"inputs": [entry], "outputs": outputs})
     assert status == 200
-    (output,) = answer["outputs"]
+    (output,) = response["outputs"]
     assert (output["datatype"], output["shape"]) == ("BYTES", [2, 2])
     assert output["data"] == [*EXPECTED[0], *EXPECTED[1]]
     for wrong in (-1, "2", 1.5):
         outputs[0]["parameters"]["classification"] = wrong
-        status, answer = served.post("/v2/models/labelled/infer", {"inputs": [entry], "outputs": outputs})
-        assert status == 400 and "classification" in answer["error"]
+        status, response = served.post("/v2/models/labelled/infer", {"inputs": [entry], "outputs": outputs})
+        assert status == 400 and "classification" in response["error"]
 
 
 def test_http_client_without_binary_data(served):

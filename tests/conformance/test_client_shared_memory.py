@@ -258,19 +258,19 @@ def test_invalid_requests(triton, module, protocol, memory):
 def test_inline_data_with_shared_memory_is_rejected(process):
     parameters = {"shared_memory_region": "region", "shared_memory_byte_size": 4}
     entry = {"name": "X", "datatype": "FP32", "shape": [1], "parameters": parameters, "data": [1.0]}
-    status, answer = process.post("/v2/models/double/infer", {"inputs": [entry]})
-    assert status == 400 and "must set only one of" in answer["error"]
+    status, response = process.post("/v2/models/double/infer", {"inputs": [entry]})
+    assert status == 400 and "must set only one of" in response["error"]
     del entry["data"], parameters["shared_memory_byte_size"]
-    status, answer = process.post("/v2/models/double/infer", {"inputs": [entry]})
-    assert status == 400 and "'shared_memory_byte_size' is missing" in answer["error"]
+    status, response = process.post("/v2/models/double/infer", {"inputs": [entry]})
+    assert status == 400 and "'shared_memory_byte_size' is missing" in response["error"]
     for body, words in (
         ({}, "has no 'key' field"),
         ({"key": "/k"}, "has no 'byte_size' field"),
         ({"key": 1, "byte_size": 1}, "non-string as string"),
         ({"key": "/k", "byte_size": -1}, "non-unsigned-integer"),
     ):
-        status, answer = process.post("/v2/systemsharedmemory/region/r/register", body)
-        assert status == 400 and words in answer["error"]
+        status, response = process.post("/v2/systemsharedmemory/region/r/register", body)
+        assert status == 400 and words in response["error"]
 
 
 def test_cuda_regions_are_rejected(triton, protocol):
@@ -309,13 +309,13 @@ async def test_unregistered_region_stays_mapped_until_its_requests_end(
     shm.set_shared_memory_region(memory, [numbers])
     async with aio.InferenceServerClient(process.address(protocol)) as client:
         await client.register_system_shared_memory("region", key(memory), SIZE)
-        answer = asyncio.ensure_future(
+        response = asyncio.ensure_future(
             client.infer("double", region_inputs(aio), outputs=region_outputs(aio))
         )
         await until((folder / "begun").exists)
         await client.unregister_system_shared_memory("region")
         (folder / "go").touch()
-        await answer
+        await response
     assert shm.get_contents_as_numpy(memory, np.float32, [4], 4096).tolist() == [120, 2, 2, 2]
     assert shm.get_contents_as_numpy(memory, np.object_, [3], 6000).tolist() == STRINGS.tolist()
 
@@ -347,7 +347,7 @@ def test_on_a_stream(triton, module, memory):
     triton.async_stream_infer("double", region_inputs(module), outputs=region_outputs(module))
     triton.async_stream_infer("double", plain_inputs(module), outputs=region_outputs(module, size=8))
     triton.stop_stream()
-    good, bad = sorted(answers, key=lambda answer: answer.result is None)
+    good, bad = sorted(answers, key=lambda response: response.result is None)
     assert good.error is None
     check_outputs(memory, good.result)
     assert "should be at least 16 bytes" in str(bad.error)

@@ -81,10 +81,10 @@ def test_tritonclient(triton, request_coding, response, binary):
 
 def test_header_length_is_the_uncompressed_length(served):
     body = orjson.dumps({**BODY, "parameters": {"binary_data_output": True}})
-    status, headers, answer = post(served, body, Accept_Encoding="gzip")
+    status, headers, response = post(served, body, Accept_Encoding="gzip")
     assert (status, headers["Content-Encoding"]) == (200, "gzip")
-    assert int(headers["Content-Length"]) == len(answer)
-    plain = gzip.decompress(answer)
+    assert int(headers["Content-Length"]) == len(response)
+    plain = gzip.decompress(response)
     length = int(headers["Inference-Header-Content-Length"])
     assert orjson.loads(plain[:length])["outputs"][0]["parameters"] == {"binary_data_size": 12}
     assert np.frombuffer(plain[length:], np.float32).tolist() == [1, 2, 3]
@@ -106,10 +106,10 @@ def test_header_length_is_the_uncompressed_length(served):
 )
 def test_accept_encoding(served, accepted, expected):
     headers = {} if accepted is None else {"Accept_Encoding": accepted}
-    status, answered, answer = post(served, orjson.dumps(BODY), **headers)
+    status, answered, response = post(served, orjson.dumps(BODY), **headers)
     assert (status, answered["Content-Encoding"]) == (200, expected)
     unpack = {None: bytes, "gzip": gzip.decompress, "deflate": zlib.decompress}[expected]
-    assert orjson.loads(unpack(answer))["outputs"][0]["data"] == [1, 2, 3]
+    assert orjson.loads(unpack(response))["outputs"][0]["data"] == [1, 2, 3]
 
 
 def test_curl(served, tmp_path):
@@ -136,8 +136,8 @@ def test_curl(served, tmp_path):
 )
 def test_invalid_data(served, coding, spoil, words):
     packed = spoil(COMPRESS[coding](orjson.dumps(BODY)))
-    status, _, answer = post(served, packed, Content_Encoding=coding)
-    assert status == 400 and words in orjson.loads(answer)["error"]
+    status, _, response = post(served, packed, Content_Encoding=coding)
+    assert status == 400 and words in orjson.loads(response)["error"]
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
@@ -146,23 +146,23 @@ def test_decompressed_size_is_limited(served, coding):
     fits = COMPRESS[coding](text + b" " * (LIMIT - len(text)))
     assert post(served, fits, Content_Encoding=coding)[0] == 200
     bomb = COMPRESS[coding](text + b" " * (LIMIT - len(text) + 1))
-    status, _, answer = post(served, bomb, Content_Encoding=coding)
+    status, _, response = post(served, bomb, Content_Encoding=coding)
     message = f"Decompressed data size exceeds the maximum allowed value of {LIMIT} bytes."
-    assert status == 400 and message in orjson.loads(answer)["error"]
+    assert status == 400 and message in orjson.loads(response)["error"]
 
 
 def test_unknown_coding_error_lists_known_codings(served):
-    status, headers, answer = post(served, b"x", Content_Encoding="br")
-    assert status == 501 and orjson.loads(answer) == {"error": "Unsupported compression type"}
+    status, headers, response = post(served, b"x", Content_Encoding="br")
+    assert status == 501 and orjson.loads(response) == {"error": "Unsupported compression type"}
     assert headers["Accept-Encoding"] == "gzip, deflate"
 
 
 @pytest.mark.parametrize("path", ["generate", "generate_stream"])
 def test_generate_rejects_compressed_bodies(served, path):
     url = f"/v2/models/identity/{path}"
-    status, answer = served.post(url, gzip.compress(b'{"INPUT": 1}'), **{"Content-Encoding": "gzip"})
+    status, response = served.post(url, gzip.compress(b'{"INPUT": 1}'), **{"Content-Encoding": "gzip"})
     expected = {"error": "Unsupported content-encoding, only 'identity' is supported."}
-    assert (status, answer) == (400, expected)
+    assert (status, response) == (400, expected)
 
 
 def test_identity_coding_leaves_the_body_unchanged(served):

@@ -61,9 +61,9 @@ def document(count: int = 3) -> str:
 def test_ways_to_send_a_body(served, tmp_path, headers, count):
     body = tmp_path / "body.json"
     body.write_text(document(count))
-    status, _, answer = curl("-X", "POST", served.url(INFER), *headers, "--data-binary", f"@{body}")
+    status, _, response = curl("-X", "POST", served.url(INFER), *headers, "--data-binary", f"@{body}")
     assert status == 200
-    assert json.loads(answer)["outputs"][0]["data"] == [1.0] * count
+    assert json.loads(response)["outputs"][0]["data"] == [1.0] * count
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -71,8 +71,8 @@ def test_a_body_over_the_limit(served, tmp_path, chunked):
     body = tmp_path / "body.json"
     body.write_text(document(500_000))
     headers = ["-H", "Transfer-Encoding: chunked"] if chunked else []
-    status, _, answer = curl(served.url(INFER), *headers, "--data-binary", f"@{body}")
-    assert status == 413 and "1048576" in json.loads(answer)["error"]
+    status, _, response = curl(served.url(INFER), *headers, "--data-binary", f"@{body}")
+    assert status == 413 and "1048576" in json.loads(response)["error"]
 
 
 def raw(served: ServerProcess, model: str, path: Path, *headers: str) -> tuple[int, dict[str, str], bytes]:

@@ -54,9 +54,9 @@ def examples() -> list:
                 continue
             if "./neso-" in block.text:
                 continue
-            answer = following if following is not None and following.is_answer else None
+            response = following if following is not None and following.is_answer else None
             number = sum(p.id.startswith(page) for p in found)
-            found.append(pytest.param(block.language, block.text, answer, id=f"{page}-{number}"))
+            found.append(pytest.param(block.language, block.text, response, id=f"{page}-{number}"))
     return found
 
 
@@ -72,8 +72,8 @@ def served(tmp_path_factory):
         yield server
 
 
-@pytest.mark.parametrize(("language", "code", "answer"), examples())
-def test_example(served, language, code, answer):
+@pytest.mark.parametrize(("language", "code", "response"), examples())
+def test_example(served, language, code, response):
     code = at_addresses(code, served)
     command = (
         [sys.executable, "-c", code] if language == "python" else ["bash", "-euo", "pipefail", "-c", code]
@@ -84,5 +84,5 @@ def test_example(served, language, code, answer):
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
     assert '"error"' not in result.stdout
-    if answer is not None:
-        answer.check(result.stdout)
+    if response is not None:
+        response.check(result.stdout)

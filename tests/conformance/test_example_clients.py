@@ -89,9 +89,9 @@ def test_unreachable_server():
 
 
 def test_logits(address):
-    asked = ("--return-context-logits", "--return-generation-logits", "--return-log-probs")
+    requested = ("--return-context-logits", "--return-generation-logits", "--return-log-probs")
     for streaming in ([], ["--streaming"]):
-        printed = tokens(address, "--request-output-len=5", *asked, *streaming)
+        printed = tokens(address, "--request-output-len=5", *requested, *streaming)
         assert "context_logits.shape: (1, 4, 4096)" in printed
         assert "generation_logits.shape: (1, 1, 5, 4096)" in printed
         assert "output_log_probs.shape: (1, 1, 5)" in printed

@@ -13,15 +13,15 @@ GENERATE = f"/v2/models/{MODEL}/generate"
 def test_short_request_overtakes_a_long_one(slow_server):
     finished: list[str] = []
 
-    def ask(name: str, max_tokens: int) -> None:
+    def send_request(name: str, max_tokens: int) -> None:
         body = {"text_input": "Hello", "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
         status, _ = slow_server.post(GENERATE, body)
         assert status == 200
         finished.append(name)
 
-    long = threading.Thread(target=ask, args=("long", 60))
+    long = threading.Thread(target=send_request, args=("long", 60))
     long.start()
     wait_until(lambda: slow_server.gauge("vllm:num_requests_running"))
-    ask("short", 4)
+    send_request("short", 4)
     long.join()
     assert finished == ["short", "long"]

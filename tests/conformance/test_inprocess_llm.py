@@ -39,7 +39,7 @@ def test_iterator_fills_while_the_caller_is_busy(inprocess, expected):
 
 
 def test_from_another_event_loop(inprocess, expected):
-    async def ask() -> str:
+    async def send_request() -> str:
         text = ""
         inputs = {"text_input": [QUESTION], "stream": [True]}
         async for response in inprocess.model("pilot").async_infer(
@@ -49,7 +49,7 @@ def test_from_another_event_loop(inprocess, expected):
         return text
 
     async def run() -> list[str]:
-        return await asyncio.gather(*(ask() for _ in range(4)))
+        return await asyncio.gather(*(send_request() for _ in range(4)))
 
     assert asyncio.run(run()) == [expected] * 4
 

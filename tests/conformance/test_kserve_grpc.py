@@ -33,7 +33,7 @@ def text_of(result) -> str:
     return "" if output is None else output[0].decode()
 
 
-def answer(llm, prompt: str, **params) -> str:
+def generate_text(llm, prompt: str, **params) -> str:
     return llm.generate(prompt, SamplingParams(**{"temperature": 0, **params}), progress=False)[0].text
 
 
@@ -70,7 +70,7 @@ def test_stream_with_final_flags(triton, llm):
         final = response.parameters["triton_final_response"].bool_param
         text += text_of(result)
     triton.stop_stream()
-    assert text == answer(llm, QUESTION)
+    assert text == generate_text(llm, QUESTION)
 
 
 def test_many_requests_interleave_on_one_stream(triton, llm):
@@ -95,7 +95,7 @@ def test_many_requests_interleave_on_one_stream(triton, llm):
         if response.parameters["triton_final_response"].bool_param:
             open_requests.discard(response.id)
     triton.stop_stream()
-    assert texts == {str(i): answer(llm, p, max_tokens=10) for i, p in enumerate(prompts)}
+    assert texts == {str(i): generate_text(llm, p, max_tokens=10) for i, p in enumerate(prompts)}
     assert order != sorted(order, key=int), "responses of different requests alternate"
 
 
@@ -107,7 +107,7 @@ def test_error_leaves_the_stream_open(triton, llm):
     triton.async_stream_infer(
         MODEL, inputs(QUESTION, False), parameters={"temperature": 0.0, "max_tokens": 3}
     )
-    assert text_of(results.get(timeout=60)) == answer(llm, QUESTION, max_tokens=3)
+    assert text_of(results.get(timeout=60)) == generate_text(llm, QUESTION, max_tokens=3)
     triton.stop_stream()
 
 
@@ -136,7 +136,7 @@ async def test_aio_stream_and_cancel(slow_server, llm):
         async for result, error in triton.stream_infer(requests({"temperature": 0.0})):
             assert error is None, error
             text += text_of(result)
-        assert text == answer(llm, QUESTION)
+        assert text == generate_text(llm, QUESTION)
 
         iterator = triton.stream_infer(requests({"ignore_eos": True, "max_tokens": 1500}))
         received = 0

@@ -23,7 +23,7 @@ def triton(server):
         yield connection
 
 
-def answer(llm, prompt: str, **params) -> str:
+def generate_text(llm, prompt: str, **params) -> str:
     return llm.generate(prompt, SamplingParams(**{"temperature": 0, **params}), progress=False)[0].text
 
 
@@ -31,7 +31,7 @@ def test_readme_curl_example(server, llm):
     body = f'{{"text_input": "{QUESTION}", "parameters": {{"stream": false, "temperature": 0}}}}'
     command = ["curl", "-s", "-X", "POST", server.url(GENERATE), "-d", body]
     reply = orjson.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    assert reply == {"model_name": MODEL, "model_version": "1", "text_output": answer(llm, QUESTION)}
+    assert reply == {"model_name": MODEL, "model_version": "1", "text_output": generate_text(llm, QUESTION)}
     assert len(reply["text_output"].split()) > 8, "a sentence at least"
 
 
@@ -57,7 +57,7 @@ def test_infer_is_rejected_on_a_decoupled_model(triton):
 
 
 def test_generate_parameters_at_either_level(server, llm):
-    expected = answer(llm, QUESTION, max_tokens=7)
+    expected = generate_text(llm, QUESTION, max_tokens=7)
     for body in (
         {"text_input": QUESTION, "temperature": 0, "max_tokens": 7},
         {"text_input": QUESTION, "parameters": {"temperature": 0, "max_tokens": 7}},
@@ -79,7 +79,7 @@ def test_generate_returns_additional_outputs(server, llm):
     }
     status, reply = server.post(GENERATE, body)
     assert status == 200
-    assert reply["text_output"] == QUESTION + answer(llm, QUESTION, max_tokens=7)
+    assert reply["text_output"] == QUESTION + generate_text(llm, QUESTION, max_tokens=7)
     assert (reply["id"], reply["finish_reason"], reply["num_output_tokens"]) == ("seven", "length", 7)
     assert reply["num_input_tokens"] == len(llm.tokenizer.encode(QUESTION))
     logprobs = orjson.loads(reply["logprobs"])
@@ -95,7 +95,7 @@ def test_generate_n_is_an_array(server):
 
 
 def test_generate_stop_strings(server, llm):
-    full = answer(llm, QUESTION)
+    full = generate_text(llm, QUESTION)
     stop = full[10:14]
     body = {"text_input": QUESTION, "parameters": {"temperature": 0, "stop": stop}}
     assert server.post(GENERATE, body)[1]["text_output"] == full[: full.index(stop)]
@@ -107,7 +107,7 @@ def test_generate_stream_equals_generate(server, llm):
     output = subprocess.run([*command, body], capture_output=True, check=True).stdout
     events = [orjson.loads(line.removeprefix(b"data: ")) for line in output.split(b"\n\n") if line]
     assert len(events) > 5, "token by token"
-    assert "".join(event["text_output"] for event in events) == answer(llm, QUESTION)
+    assert "".join(event["text_output"] for event in events) == generate_text(llm, QUESTION)
     assert b"[DONE]" not in output
 
 
@@ -116,14 +116,14 @@ def test_metrics_count(server):
     server.post(GENERATE, {"text_input": QUESTION, "max_tokens": 5, "temperature": 0, "ignore_eos": True})
     after = server.metrics()
 
-    def gained(name: str) -> float:
+    def increase(name: str) -> float:
         key = f'{name}{{model="{MODEL}",version="1"}}'
         return after[key] - before.get(key, 0)
 
-    assert gained("nv_inference_request_success") == 1
-    assert gained("nv_inference_count") == 1
-    assert gained("vllm:generation_tokens_total") == 5
-    assert gained("vllm:time_to_first_token_seconds_count") == 1
-    assert gained("vllm:time_per_output_token_seconds_count") == 4
-    assert gained("vllm:e2e_request_latency_seconds_count") == 1
-    assert gained("nv_inference_request_duration_us") > 0
+    assert increase("nv_inference_request_success") == 1
+    assert increase("nv_inference_count") == 1
+    assert increase("vllm:generation_tokens_total") == 5
+    assert increase("vllm:time_to_first_token_seconds_count") == 1
+    assert increase("vllm:time_per_output_token_seconds_count") == 4
+    assert increase("vllm:e2e_request_latency_seconds_count") == 1
+    assert increase("nv_inference_request_duration_us") > 0

@@ -20,14 +20,14 @@ def run(script: str, *arguments: str) -> str:
 
 def test_agent(server):
     arguments = ("--prompt", "How's Nvidia doing?", "-o", "200", "--url", server.url("/v1", "openai"))
-    *steps, answer = run("agent/client.py", *arguments, "--verbose").splitlines()
+    *steps, response = run("agent/client.py", *arguments, "--verbose").splitlines()
     readme = (EXAMPLES / "agent" / "README.md").read_text()
-    for line in (*steps, answer):
+    for line in (*steps, response):
         assert f"    {line}\n" in readme
     assert "Executing function: get_current_stock_price({'symbol': 'NVDA'})" in steps
     assert "Function response: 106.38" in steps
-    assert answer == "The price of NVDA is 106.38 dollars."
-    assert run("agent/client.py", *arguments) == answer + "\n"
+    assert response == "The price of NVDA is 106.38 dollars."
+    assert run("agent/client.py", *arguments) == response + "\n"
 
 
 def test_agent_without_forced_tools(server):

@@ -51,8 +51,8 @@ def test_a_client_changes_the_log(server):
     assert server.post("/v2/models/talker/infer", REQUEST)[0] == 200
     wait_until(lambda: "I say" in server.output[seen:])
     entries = [json.loads(line) for line in server.output[seen:].splitlines() if '"neso.model"' in line]
-    told = [(entry["level"], entry["message"], entry["model"], entry["file"]) for entry in entries]
-    assert told == [
+    reported = [(entry["level"], entry["message"], entry["model"], entry["file"]) for entry in entries]
+    assert reported == [
         ("DEBUG", "so to say", "talker", "model.py"),
         ("WARNING", "I say", "talker", "model.py"),
     ]

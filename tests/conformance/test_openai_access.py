@@ -28,8 +28,8 @@ def client(
     return openai.OpenAI(base_url=server.url("/v1", protocol), api_key=key, max_retries=0, **options)
 
 
-def say(asking: openai.OpenAI) -> str:
-    return asking.completions.create(**BODY).choices[0].text
+def complete_text(client: openai.OpenAI) -> str:
+    return client.completions.create(**BODY).choices[0].text
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def server(key_file: Path) -> Iterator[ServerProcess]:
 @pytest.mark.parametrize("protocol", ["openai", "http"])
 @pytest.mark.parametrize("key", ["sk-one", "sk-two", "sk-alice", "sk-environment"])
 def test_key_works_on_both_ports(server: ServerProcess, key: str, protocol: str) -> None:
-    assert say(client(server, key, protocol)) == "hello"
+    assert complete_text(client(server, key, protocol)) == "hello"
     status, _ = server.post("/v1/completions", BODY, protocol, **{"x-api-key": key})
     assert status == 200
 
@@ -69,7 +69,7 @@ def test_key_works_on_both_ports(server: ServerProcess, key: str, protocol: str)
 @pytest.mark.parametrize("protocol", ["openai", "http"])
 def test_missing_key_is_unauthorized(server: ServerProcess, protocol: str) -> None:
     with pytest.raises(openai.AuthenticationError) as refusal:
-        say(client(server, "sk-wrong", protocol))
+        complete_text(client(server, "sk-wrong", protocol))
     assert refusal.value.code == "invalid_api_key"
     with pytest.raises(openai.AuthenticationError):
         list(client(server, "sk-wrong", protocol).models.list())
@@ -77,12 +77,12 @@ def test_missing_key_is_unauthorized(server: ServerProcess, protocol: str) -> No
 
 
 async def test_asynchronous_clients(server: ServerProcess) -> None:
-    async with openai.AsyncOpenAI(base_url=server.url("/v1", "openai"), api_key="sk-one") as asking:
-        stream = await asking.completions.create(**BODY, stream=True)
+    async with openai.AsyncOpenAI(base_url=server.url("/v1", "openai"), api_key="sk-one") as client:
+        stream = await client.completions.create(**BODY, stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "hello"
-    async with openai.AsyncOpenAI(base_url=server.url("/v1", "openai"), api_key="sk-wrong") as asking:
+    async with openai.AsyncOpenAI(base_url=server.url("/v1", "openai"), api_key="sk-wrong") as client:
         with pytest.raises(openai.AuthenticationError):
-            await asking.completions.create(**BODY, stream=True)
+            await client.completions.create(**BODY, stream=True)
 
 
 def test_only_health_needs_no_key(server: ServerProcess) -> None:
@@ -100,56 +100,56 @@ def test_key_file_is_reloaded(server: ServerProcess, key_file: Path) -> None:
     wait_until(lambda: server.post("/v1/completions", BODY, "openai", **{"x-api-key": "sk-bob"})[0] == 401)
 
 
-def within_a_minute() -> None:
+def fixed_clock() -> None:
     """Wait if needed: quotas reset at full minutes, and a test must not span two of them."""
     while time.time() % 60 > 50:
         time.sleep(0.1)
 
 
 def test_per_key_rate_limits(server: ServerProcess) -> None:
-    within_a_minute()
-    asking = client(server, "sk-few")
-    assert [say(asking) for _ in range(2)] == ["hello"] * 2
+    fixed_clock()
+    api = client(server, "sk-few")
+    assert [complete_text(api) for _ in range(2)] == ["hello"] * 2
     with pytest.raises(openai.RateLimitError) as refusal:
-        say(asking)
+        complete_text(api)
     assert refusal.value.code == "rate_limit_exceeded"
     headers = refusal.value.response.headers
     assert headers["x-ratelimit-limit-requests"] == "2"
     assert headers["x-ratelimit-remaining-requests"] == "0"
     assert int(headers["retry-after"]) >= 1
-    assert say(client(server, "sk-one")) == "hello"
+    assert complete_text(client(server, "sk-one")) == "hello"
 
 
 def test_requests_have_ids(server: ServerProcess) -> None:
-    answer = client(server, "sk-one").completions.with_raw_response.create(
+    response = client(server, "sk-one").completions.with_raw_response.create(
         **BODY, extra_headers={"X-Request-ID": "from-the-client"}
     )
-    assert answer.headers["x-request-id"] == "from-the-client"
+    assert response.headers["x-request-id"] == "from-the-client"
     assert client(server, "sk-one").completions.create(**BODY)._request_id.startswith("req_")
     wait_until(lambda: "from-the-client" in server.output)
 
 
 def test_cors(server: ServerProcess) -> None:
-    asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
-    answer = requests.options(server.url("/v1/chat/completions", "openai"), headers=asked)
-    assert answer.status_code == 200
-    assert answer.headers["access-control-allow-origin"] == "https://chat.example"
-    answer = requests.options(
-        server.url("/v1/chat/completions", "openai"), headers={**asked, "origin": "https://evil.example"}
+    requested = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    response = requests.options(server.url("/v1/chat/completions", "openai"), headers=requested)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "https://chat.example"
+    response = requests.options(
+        server.url("/v1/chat/completions", "openai"), headers={**requested, "origin": "https://evil.example"}
     )
-    assert "access-control-allow-origin" not in answer.headers
+    assert "access-control-allow-origin" not in response.headers
 
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_too_large_bodies(server: ServerProcess, chunked: bool) -> None:
     body = b"x" * 200_000
-    answer = requests.post(
+    response = requests.post(
         server.url("/v1/completions", "openai"),
         data=iter([body[:100], body]) if chunked else body,
         headers={"authorization": "Bearer sk-one"},
     )
-    assert answer.status_code == 413
-    error = answer.json()["error"]
+    assert response.status_code == 413
+    error = response.json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "content_too_large")
     assert "--http-max-input-size" in error["message"]
 
@@ -167,12 +167,12 @@ def test_too_large_bodies(server: ServerProcess, chunked: bool) -> None:
 def test_access_errors_have_openai_format(
     server: ServerProcess, method: str, path: str, body: bytes, status: int, code: str | None
 ) -> None:
-    answer = requests.request(
+    response = requests.request(
         method, server.url(path, "openai"), data=body, headers={"authorization": "Bearer sk-one"}
     )
-    assert answer.status_code == status
-    assert answer.json()["error"]["code"] == code
-    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
 def test_no_key_is_in_the_log(server: ServerProcess) -> None:
@@ -200,11 +200,11 @@ def limited() -> Iterator[ServerProcess]:
 
 
 def test_rate_limit_per_address_without_keys(limited: ServerProcess) -> None:
-    within_a_minute()
-    asking = client(limited)
+    fixed_clock()
+    api = client(limited)
     with pytest.raises(openai.RateLimitError) as refusal:
         for _ in range(200):
-            asking.completions.create(model="echo", prompt="several words of a prompt")
+            api.completions.create(model="echo", prompt="several words of a prompt")
     assert refusal.value.response.headers["x-ratelimit-limit-tokens"] == "60"
     assert refusal.value.type == "tokens"
 
@@ -223,9 +223,9 @@ def test_restricted_groups(limited: ServerProcess) -> None:
 
 
 def test_metrics(limited: ServerProcess) -> None:
-    answer = requests.get(limited.url("/metrics", "openai"), headers={"admin-key": "sk=secret"})
-    assert answer.headers["content-type"].startswith("text/plain")
-    assert 'nv_inference_request_success{model="echo"' in answer.text
+    response = requests.get(limited.url("/metrics", "openai"), headers={"admin-key": "sk=secret"})
+    assert response.headers["content-type"].startswith("text/plain")
+    assert 'nv_inference_request_success{model="echo"' in response.text
 
 
 # -- loading and unloading -------------------------------------------------------------------------------------------
@@ -250,21 +250,21 @@ def names(server: ServerProcess) -> list[str]:
 
 def test_load_and_unload_models(explicit: ServerProcess) -> None:
     assert names(explicit) == []
-    status, answer = control(explicit, "echo", "load")
+    status, response = control(explicit, "echo", "load")
     assert status == 200
-    assert (answer["status"], answer["model"], answer["id"], answer["object"]) == (
+    assert (response["status"], response["model"], response["id"], response["object"]) == (
         "success",
         "echo",
         "echo",
         "model",
     )
     assert names(explicit) == ["echo"]
-    status, answer = control(explicit, "echo", "load")
-    assert (status, "already loaded" in answer["error"]["message"]) == (400, True)
+    status, response = control(explicit, "echo", "load")
+    assert (status, "already loaded" in response["error"]["message"]) == (400, True)
     assert control(explicit, "echo", "unload") == (200, {"status": "success", "model": "echo"})
     assert explicit.get("/v1/models/echo", "openai")[0] == 404
-    status, answer = control(explicit, "echo", "unload")
-    assert (status, "Unknown model" in answer["error"]["message"]) == (400, True)
+    status, response = control(explicit, "echo", "unload")
+    assert (status, "Unknown model" in response["error"]["message"]) == (400, True)
 
 
 def test_loading_an_ensemble_loads_its_steps(explicit: ServerProcess) -> None:
@@ -303,16 +303,16 @@ def test_load_with_config_override(explicit: ServerProcess) -> None:
 def test_rejected_loads(
     explicit: ServerProcess, name: str, body: Any, status: int, param: str | None
 ) -> None:
-    got, answer = control(explicit, name, "load", body)
-    assert (got, answer["error"]["param"]) == (status, param), answer
+    got, response = control(explicit, name, "load", body)
+    assert (got, response["error"]["param"]) == (status, param), response
 
 
 def test_loads_need_explicit_model_control() -> None:
     with ServerProcess("--model-repository", REPOSITORY, timeout=60) as server:
         for action in ("load", "unload"):
-            status, answer = control(server, "echo", action)
+            status, response = control(server, "echo", action)
             assert status == 400
-            assert "--model-control-mode=explicit" in answer["error"]["message"]
+            assert "--model-control-mode=explicit" in response["error"]["message"]
 
 
 # -- certificate of the port -----------------------------------------------------------------------------------------
@@ -332,10 +332,10 @@ def test_openai_port_with_a_separate_certificate(tmp_path: Path) -> None:
     ) as server:
         assert server.ports, server.output
         trusting = openai.DefaultHttpxClient(verify=ssl.create_default_context(cafile=tmp_path / "ca.pem"))
-        asking = openai.OpenAI(
+        client = openai.OpenAI(
             base_url=f"https://127.0.0.1:{server.ports['openai']}/v1", api_key="sk-one", http_client=trusting
         )
-        assert say(asking) == "hello"
+        assert complete_text(client) == "hello"
         assert server.get("/v2/health/ready")[0] == 200  # HTTP has none
 
 

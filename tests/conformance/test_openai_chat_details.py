@@ -26,9 +26,9 @@ TOOL = {
 def chat(server):
     def send(expected=200, **fields):
         body = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 12, **fields}
-        status, answer = server.post(PATH, body, "openai")
-        assert status == expected, answer
-        return answer
+        status, response = server.post(PATH, body, "openai")
+        assert status == expected, response
+        return response
 
     return send
 
@@ -59,12 +59,12 @@ def test_partial_characters_have_bytes(chat, llm):
 def test_streamed_logprobs_equal_unary_logprobs(chat, stream, fields):
     fields = {"logprobs": True, "top_logprobs": 1, **fields}
     whole = {choice["index"]: choice["logprobs"]["content"] for choice in chat(**fields)["choices"]}
-    told = {index: [] for index in whole}
+    reported = {index: [] for index in whole}
     for chunk in stream(**fields):
         for choice in chunk.choices:
             if choice.logprobs is not None:
-                told[choice.index] += [entry.model_dump() for entry in choice.logprobs.content]
-    assert json.loads(json.dumps(told)) == json.loads(json.dumps(whole))
+                reported[choice.index] += [entry.model_dump() for entry in choice.logprobs.content]
+    assert json.loads(json.dumps(reported)) == json.loads(json.dumps(whole))
 
 
 def test_token_ids(chat, stream, llm):
@@ -78,8 +78,8 @@ def test_token_ids(chat, stream, llm):
     chunks = stream(return_token_ids=True)
     assert chunks[0].prompt_token_ids == expected.prompt_token_ids
     assert not any("prompt_token_ids" in chunk.model_extra for chunk in chunks[1:])
-    told = [chunk.choices[0].model_extra.get("token_ids") or [] for chunk in chunks]
-    assert [token for some in told for token in some] == ids
+    reported = [chunk.choices[0].model_extra.get("token_ids") or [] for chunk in chunks]
+    assert [token for some in reported for token in some] == ids
 
 
 def test_prompt_logprobs(chat, llm):
@@ -88,7 +88,8 @@ def test_prompt_logprobs(chat, llm):
     first, *rest = chat(prompt_logprobs=1)["prompt_logprobs"]
     assert first is None
     assert [
-        told[str(entry.token_id)]["decoded_token"] for told, entry in zip(rest, expected[1:], strict=True)
+        reported[str(entry.token_id)]["decoded_token"]
+        for reported, entry in zip(rest, expected[1:], strict=True)
     ]
     assert chat(400, prompt_logprobs=1, stream=True)["error"]["param"] == "prompt_logprobs"
 

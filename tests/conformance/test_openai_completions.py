@@ -61,14 +61,14 @@ def test_logprobs_match_the_text(server, fields):
     fields = {"max_tokens": 24, "logprobs": 2, **fields}
     whole = complete(server, **fields)
     for choice in whole["choices"]:
-        told, text = choice["logprobs"], choice["text"]
-        assert len({len(values) for values in told.values()}) == 1
-        offsets = told["text_offset"]
+        reported, text = choice["logprobs"], choice["text"]
+        assert len({len(values) for values in reported.values()}) == 1
+        offsets = reported["text_offset"]
         assert offsets == sorted(offsets)
-        for token, offset, end in zip(told["tokens"], offsets, [*offsets[1:], len(text)], strict=True):
+        for token, offset, end in zip(reported["tokens"], offsets, [*offsets[1:], len(text)], strict=True):
             if "\ufffd" not in token and not token.startswith("<|"):
                 assert token.startswith(text[offset:end])
-        assert all(0 <= len(top or {}) <= 3 for top in told["top_logprobs"])
+        assert all(0 <= len(top or {}) <= 3 for top in reported["top_logprobs"])
     assert streamed(server, fields) == [
         (choice["text"], choice["logprobs"], choice["finish_reason"]) for choice in whole["choices"]
     ]
@@ -84,8 +84,8 @@ def streamed(server, fields):
     for chunk in chunks:
         for choice in chunk.choices:
             text, logprobs, _ = found.setdefault(choice.index, ["", {}, None])
-            told = choice.logprobs.model_dump()
-            for name, values in told.items():
+            reported = choice.logprobs.model_dump()
+            for name, values in reported.items():
                 logprobs.setdefault(name, []).extend(values or [])
             tokens = "".join(logprobs["tokens"])
             if choice.finish_reason is None and "\ufffd" not in tokens and "<|" not in tokens:
@@ -97,11 +97,11 @@ def streamed(server, fields):
 def test_logprobs_equal_engine_logprobs(server, llm):
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=2)
     (expected,) = llm.generate(QUESTION, params, progress=False)
-    told = complete(server, max_tokens=6, logprobs=2, echo=True)["choices"][0]["logprobs"]
+    reported = complete(server, max_tokens=6, logprobs=2, echo=True)["choices"][0]["logprobs"]
     entries = [*expected.prompt_logprobs, *expected.outputs[0].logprobs]
-    assert told["tokens"][1:] == [entry.token for entry in entries[1:]]
-    assert told["token_logprobs"][0] is None
-    assert told["token_logprobs"][1:] == pytest.approx([entry.logprob for entry in entries[1:]], abs=1e-5)
+    assert reported["tokens"][1:] == [entry.token for entry in entries[1:]]
+    assert reported["token_logprobs"][0] is None
+    assert reported["token_logprobs"][1:] == pytest.approx([entry.logprob for entry in entries[1:]], abs=1e-5)
 
 
 def test_tokens_as_ids_and_token_ids(server, llm):
@@ -121,11 +121,11 @@ def test_prompt_logprobs(server, llm):
     (expected,) = llm.generate(QUESTION, params, progress=False)
     first, *rest = complete(server, max_tokens=1, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
     assert first is None
-    for told, entry in zip(rest, expected.prompt_logprobs[1:], strict=True):
-        own = told[str(entry.token_id)]
+    for reported, entry in zip(rest, expected.prompt_logprobs[1:], strict=True):
+        own = reported[str(entry.token_id)]
         assert own["decoded_token"] == entry.token and own["rank"] == entry.rank
         assert own["logprob"] == pytest.approx(entry.logprob, abs=1e-5)
-        assert len(told) in (2, 3)
+        assert len(reported) in (2, 3)
     assert refused(server, prompt_logprobs=1, stream=True) == "prompt_logprobs"
 
 

@@ -58,16 +58,16 @@ def chat(server: ServerProcess, **fields: Any) -> Any:
 
 def texts(server: ServerProcess, **fields: Any) -> dict[str, set[str]]:
     """Return the text of each route, with several seeds."""
-    asking = client(server)
+    api = client(server)
     choice = {name: value for name, value in fields.items() if name != "max_tokens"}
     return {
         "chat": {chat(server, seed=seed, **fields).choices[0].message.content for seed in SEEDS},
         "completion": {
-            asking.completions.create(model=MODEL, prompt="A server", seed=seed, **fields).choices[0].text
+            api.completions.create(model=MODEL, prompt="A server", seed=seed, **fields).choices[0].text
             for seed in SEEDS
         },
         "response": {
-            asking.responses.create(
+            api.responses.create(
                 model=MODEL,
                 input="Tell me a story.",
                 max_output_tokens=fields.get("max_tokens"),
@@ -100,21 +100,20 @@ def test_tensor_requests_ignore_the_file(server):
     path, found = f"/v2/models/{MODEL}/generate", set()
     for seed in SEEDS:
         parameters = {"seed": seed, "temperature": 5.0, "max_tokens": 8}
-        status, answer = server.post(path, {"text_input": "A server", "parameters": parameters})
-        assert status == 200, answer
-        found.add(answer["text_output"])
+        status, response = server.post(path, {"text_input": "A server", "parameters": parameters})
+        assert status == 200, response
+        found.add(response["text_output"])
     assert len(found) > 1
 
 
 def test_log_names_the_defaults(server, other):
-    told = (
-        "model 'pilot': defaults of sampling for OpenAI's API: top_k 1, max_new_tokens 5, by the "
-        "checkpoint's generation_config.json (generation_config 'vllm': by no file)"
+    message = (
+        "model 'pilot': default sampling parameters for OpenAI: top_k 1, max_new_tokens 5, from the "
+        "checkpoint's generation_config.json (disable with generation_config 'vllm')"
     )
-    assert told in server.output
+    assert message in server.output
     assert (
-        "temperature 5.0, max_new_tokens 12 at most, by override_generation_config (generation"
-        in other.output
+        "temperature 5.0, max_new_tokens 12 at most, from override_generation_config (disable" in other.output
     )
 
 
@@ -125,8 +124,8 @@ def test_without_the_file(other):
 
 def test_override_max_tokens_limits_all_requests(other):
     for fields in ({}, {"max_tokens": 40}):
-        answer = chat(other, **fields, extra_body={"ignore_eos": True})
-        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (12, "length")
+        response = chat(other, **fields, extra_body={"ignore_eos": True})
+        assert (response.usage.completion_tokens, response.choices[0].finish_reason) == (12, "length")
     completion = client(other).completions.create(
         model=MODEL, prompt="A server", max_tokens=40, extra_body={"ignore_eos": True}
     )

@@ -50,20 +50,20 @@ def user(text):
 
 
 def test_text_and_usage(api, llm):
-    answer = expected(llm, user(QUESTION))
+    reply = expected(llm, user(QUESTION))
     response = api.responses.create(model=MODEL, input=QUESTION, temperature=0)
-    assert response.output_text == answer.text
+    assert response.output_text == reply.text
     assert (response.status, response.object, response.error) == ("completed", "response", None)
-    assert response.usage.input_tokens == len(answer.prompt_token_ids)
-    assert response.usage.output_tokens == len(answer.outputs[0].token_ids)
+    assert response.usage.input_tokens == len(reply.prompt_token_ids)
+    assert response.usage.output_tokens == len(reply.outputs[0].token_ids)
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
 
 
 def test_client_stream_helper(api, llm):
-    answer = expected(llm, user(QUESTION))
+    response = expected(llm, user(QUESTION))
     with api.responses.stream(model=MODEL, input=QUESTION, temperature=0) as stream:
         events = list(stream)
-        assert stream.get_final_response().output_text == answer.text
+        assert stream.get_final_response().output_text == response.text
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = kinds.count("output_text.delta")
     assert kinds == [
@@ -72,27 +72,27 @@ def test_client_stream_helper(api, llm):
         *["output_text.done", "content_part.done", "output_item.done", "completed"],
     ]
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert "".join(event.delta for event in events if event.type.endswith("text.delta")) == answer.text
+    assert "".join(event.delta for event in events if event.type.endswith("text.delta")) == response.text
 
 
 def test_asyncio_client(server, llm):
-    async def ask():
+    async def send_request():
         async with openai.AsyncOpenAI(base_url=server.url("/v1"), api_key="none") as client:
             whole = await client.responses.create(model=MODEL, input=QUESTION, temperature=0)
             async with client.responses.stream(model=MODEL, input=QUESTION, temperature=0) as stream:
                 return whole.output_text, (await stream.get_final_response()).output_text
 
-    answer = expected(llm, user(QUESTION)).text
-    assert asyncio.run(ask()) == (answer, answer)
+    response = expected(llm, user(QUESTION)).text
+    assert asyncio.run(send_request()) == (response, response)
 
 
 def test_instructions_become_the_system_message(one_api, llm):
     system = {"role": "system", "content": "Answer in one sentence."}
-    answer = expected(llm, system, user("What is TTFT?"))
+    reply = expected(llm, system, user("What is TTFT?"))
     response = one_api.responses.create(
         model=MODEL, input="What is TTFT?", instructions=system["content"], temperature=0
     )
-    assert response.output_text == answer.text
+    assert response.output_text == reply.text
     assert response.instructions == system["content"]
 
 
@@ -101,8 +101,8 @@ def test_chained_responses_share_one_conversation(one_api, llm):
     second = one_api.responses.create(
         model=MODEL, input=QUESTION, previous_response_id=first.id, temperature=0, metadata={"turn": "2"}
     )
-    said = {"role": "assistant", "content": first.output_text}
-    assert second.output_text == expected(llm, user("What is TTFT?"), said, user(QUESTION)).text
+    assistant = {"role": "assistant", "content": first.output_text}
+    assert second.output_text == expected(llm, user("What is TTFT?"), assistant, user(QUESTION)).text
     assert second.previous_response_id == first.id
     assert one_api.responses.retrieve(second.id).metadata == {"turn": "2"}
     items = list(one_api.responses.input_items.list(second.id, order="asc", limit=2))
@@ -120,8 +120,8 @@ def test_explicit_items_equal_a_chain(one_api, llm):
         one_api.responses.retrieve(first.id)
     items = [user("What is TTFT?"), *first.output, user(QUESTION)]
     second = one_api.responses.create(model=MODEL, input=items, temperature=0)
-    said = {"role": "assistant", "content": first.output_text}
-    assert second.output_text == expected(llm, user("What is TTFT?"), said, user(QUESTION)).text
+    assistant = {"role": "assistant", "content": first.output_text}
+    assert second.output_text == expected(llm, user("What is TTFT?"), assistant, user(QUESTION)).text
 
 
 def test_tool_loop(one_api, llm):
@@ -230,9 +230,9 @@ def test_logprobs(one_api):
             stream=True,
         )
     )
-    told = [entry for event in events if event.type.endswith("text.delta") for entry in event.logprobs]
+    reported = [entry for event in events if event.type.endswith("text.delta") for entry in event.logprobs]
     part = events[-1].response.output[0].content[0]
-    assert [entry.token for entry in told] == [entry.token for entry in part.logprobs]
+    assert [entry.token for entry in reported] == [entry.token for entry in part.logprobs]
     assert "".join(entry.token for entry in part.logprobs) == part.text
     assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
 

@@ -86,24 +86,24 @@ def test_max_tokens_limits_the_output(client: openai.OpenAI, model: str) -> None
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("model", BY_TENSORS)
 def test_stop_strings_are_not_output(client: openai.OpenAI, model: str, stream: bool) -> None:
-    answer = complete(client, model, max_tokens=99, stop=["w3", "w5"], stream=stream)
-    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    response = complete(client, model, max_tokens=99, stop=["w3", "w5"], stream=stream)
+    choices = [chunk.choices[0] for chunk in response] if stream else response.choices
     assert "".join(choice.text for choice in choices) == " w0 w1 w2 "
     assert choices[-1].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("model", BY_TENSORS)
 def test_several_choices(client: openai.OpenAI, model: str) -> None:
-    answer = complete(client, model, n=3, max_tokens=99)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert {choice.text for choice in answer.choices} == {"".join(WORDS)}
-    assert answer.usage.prompt_tokens == 3
-    assert answer.usage.completion_tokens >= 24
+    response = complete(client, model, n=3, max_tokens=99)
+    assert [choice.index for choice in response.choices] == [0, 1, 2]
+    assert {choice.text for choice in response.choices} == {"".join(WORDS)}
+    assert response.usage.prompt_tokens == 3
+    assert response.usage.completion_tokens >= 24
 
 
 def test_vllm_convention_inputs(client: openai.OpenAI) -> None:
-    told = shown(client, "vllm_words", temperature=0.5, seed=7, stop="§", extra_body={"top_k": 4})
-    assert told["sampling"] == {
+    reported = shown(client, "vllm_words", temperature=0.5, seed=7, stop="§", extra_body={"top_k": 4})
+    assert reported["sampling"] == {
         "temperature": 0.5,
         "top_p": 1.0,
         "top_k": 4,
@@ -111,13 +111,13 @@ def test_vllm_convention_inputs(client: openai.OpenAI) -> None:
         "stop": ["§"],
         "max_tokens": 16,
     }
-    assert told["exclude_input_in_output"] == [True]
-    assert told["stream"] == [False]
+    assert reported["exclude_input_in_output"] == [True]
+    assert reported["stream"] == [False]
 
 
 @pytest.mark.parametrize("model", ["trtllm_words", "words_ensemble"])
 def test_tensorrtllm_convention_inputs(client: openai.OpenAI, model: str) -> None:
-    told = shown(
+    reported = shown(
         client,
         model,
         temperature=0.5,
@@ -126,7 +126,7 @@ def test_tensorrtllm_convention_inputs(client: openai.OpenAI, model: str) -> Non
         presence_penalty=1.5,
         extra_body={"top_k": 4, "guided_choice": ["yes", "no."]},
     )
-    assert told == {
+    assert reported == {
         "text_input": [["show"]],
         "max_tokens": [[16]],
         "temperature": [[0.5]],
@@ -164,7 +164,7 @@ def test_parameters_without_an_input_are_rejected(
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "reported"),
     [
         ("vllm_words:pirate", {"sampling.lora_name": "pirate"}),
         ("pirate", {"sampling.lora_name": "pirate"}),
@@ -174,10 +174,10 @@ def test_parameters_without_an_input_are_rejected(
         ("words_ensemble:7", {"lora_task_id": [[7]]}),
     ],
 )
-def test_adapters(client: openai.OpenAI, model: str, told: dict[str, Any]) -> None:
+def test_adapters(client: openai.OpenAI, model: str, reported: dict[str, Any]) -> None:
     tensors = shown(client, model)
     tensors |= {f"sampling.{name}": value for name, value in tensors.get("sampling", {}).items()}
-    assert {name: tensors[name] for name in told} == told
+    assert {name: tensors[name] for name in reported} == reported
 
 
 @pytest.mark.parametrize("model", ["vllm_words:nobody", "vllm_words:7", "echo:7", "trtllm_words:", ":7"])
@@ -188,8 +188,8 @@ def test_unknown_adapters(client: openai.OpenAI, model: str) -> None:
 
 def test_log_probabilities(client: openai.OpenAI) -> None:
     for stream in (False, True):
-        answer = complete(client, "vllm_words", max_tokens=2, logprobs=1, stream=stream)
-        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        response = complete(client, "vllm_words", max_tokens=2, logprobs=1, stream=stream)
+        choices = [chunk.choices[0] for chunk in response] if stream else response.choices
         parts = [choice.logprobs for choice in choices if choice.logprobs and choice.logprobs.tokens]
         assert [token for part in parts for token in part.tokens] == [" w0", " w1"]
         assert [top for part in parts for top in part.top_logprobs] == [
@@ -199,23 +199,23 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 
 
 def test_model_with_text_input_only(client: openai.OpenAI) -> None:
-    answer = complete(client, "echo", "as it is")
-    assert answer.choices[0].text == "as it is"
+    response = complete(client, "echo", "as it is")
+    assert response.choices[0].text == "as it is"
     with pytest.raises(openai.BadRequestError, match="no tokenizer is known"):
         complete(client, "echo", [1, 2, 3])
 
 
 def test_token_prompts_become_text(client: openai.OpenAI) -> None:
-    answer = complete(client, "scripted_bls", [300, 301, 302], max_tokens=3)
-    assert answer.usage.prompt_tokens == 3
+    response = complete(client, "scripted_bls", [300, 301, 302], max_tokens=3)
+    assert response.usage.prompt_tokens == 3
 
 
 def test_chats(client: openai.OpenAI) -> None:
     """The template is that of the model's tokenizer or of a model that it calls; without one chats are rejected."""
     messages = [{"role": "user", "content": "hi"}]
     for model in ("vllm_words", "scripted_bls"):
-        answer = client.chat.completions.create(model=model, messages=messages)
-        assert answer.choices[0].message.content == "".join(WORDS)
+        response = client.chat.completions.create(model=model, messages=messages)
+        assert response.choices[0].message.content == "".join(WORDS)
         chunks = client.chat.completions.create(model=model, messages=messages, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "".join(WORDS)
     for model in ("echo", "trtllm_words"):
@@ -253,7 +253,7 @@ async def test_many_concurrent_requests(server: ServerProcess) -> None:
     answers = await asyncio.gather(
         *(client.completions.create(model=BY_TENSORS[i % 4], prompt="a", max_tokens=99) for i in range(40))
     )
-    assert {answer.choices[0].text for answer in answers} == {"".join(WORDS)}
+    assert {response.choices[0].text for response in answers} == {"".join(WORDS)}
 
 
 def test_options_for_models_without_a_tokenizer(tmp_path: Path) -> None:
@@ -270,9 +270,9 @@ def test_options_for_models_without_a_tokenizer(tmp_path: Path) -> None:
     ) as server:
         assert server.ports, server.output
         client = openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)
-        answer = client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "hi"}])
-        assert answer.choices[0].message.content == "user: hi\nassistant:"
-        assert answer.usage.prompt_tokens == answer.usage.completion_tokens > 0
+        response = client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "hi"}])
+        assert response.choices[0].message.content == "user: hi\nassistant:"
+        assert response.usage.prompt_tokens == response.usage.completion_tokens > 0
         assert shown(client, "trtllm_words--7")["lora_task_id"] == [[7]]
         # A model without max_tokens is truncated there.
         (choice,) = complete(client, "echo", "one two three four", max_tokens=2).choices

@@ -17,35 +17,35 @@ def post(server, request):
     port, prefix = request.param
 
     def send(path, body, status=200):
-        got, answer = server.post(prefix + path, body, port)
-        assert got == status, answer
-        return answer
+        got, response = server.post(prefix + path, body, port)
+        assert got == status, response
+        return response
 
     return send
 
 
 def test_tokenize_and_detokenize_round_trip(post, llm):
     text = "Grüße, what is ☃?"
-    told = post("/tokenize", {"model": MODEL, "prompt": text, "return_token_strs": True})
-    assert told["tokens"] == llm.tokenizer.encode(text)
-    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
-    assert told["max_model_len"] == 2048
-    assert post("/detokenize", {"model": MODEL, "tokens": told["tokens"]})["prompt"].endswith(text)
+    reported = post("/tokenize", {"model": MODEL, "prompt": text, "return_token_strs": True})
+    assert reported["tokens"] == llm.tokenizer.encode(text)
+    assert reported["count"] == len(reported["tokens"]) == len(reported["token_strs"])
+    assert reported["max_model_len"] == 2048
+    assert post("/detokenize", {"model": MODEL, "tokens": reported["tokens"]})["prompt"].endswith(text)
 
 
 def test_model_is_optional_for_a_single_model(post):
-    told = post("/tokenize", {"prompt": "Hi"})
-    assert told["token_strs"] is None
-    assert post("/detokenize", {"tokens": told["tokens"]})["prompt"].endswith("Hi")
+    reported = post("/tokenize", {"prompt": "Hi"})
+    assert reported["token_strs"] is None
+    assert post("/detokenize", {"tokens": reported["tokens"]})["prompt"].endswith("Hi")
 
 
 def test_chat_tokens_equal_prompt_tokens(post, server):
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     for extra in ({}, {"tools": [tool]}, {"chat_template_kwargs": {}}):
-        told = post("/tokenize", {"model": MODEL, "messages": CHAT, **extra})
+        reported = post("/tokenize", {"model": MODEL, "messages": CHAT, **extra})
         tools = {name: value for name, value in extra.items() if name == "tools"}
         body = {"model": MODEL, "messages": CHAT, "max_tokens": 1, **tools}
-        assert server.post("/v1/chat/completions", body)[1]["usage"]["prompt_tokens"] == told["count"]
+        assert server.post("/v1/chat/completions", body)[1]["usage"]["prompt_tokens"] == reported["count"]
     short = post("/tokenize", {"model": MODEL, "messages": CHAT, "add_generation_prompt": False})
     assert short["count"] < post("/tokenize", {"model": MODEL, "messages": CHAT})["count"]
 
@@ -64,8 +64,8 @@ def test_chat_tokens_equal_prompt_tokens(post, server):
     ],
 )
 def test_invalid_input(server, path, body, status, param):
-    got, answer = server.post(path, body, "openai")
-    assert (got, answer["error"]["param"]) == (status, param)
+    got, response = server.post(path, body, "openai")
+    assert (got, response["error"]["param"]) == (status, param)
 
 
 def test_unknown_token_ids_are_rejected(server):

@@ -48,11 +48,11 @@ def get_weather(city: str) -> str:
     return '{"temperature": 21, "sky": "sunny"}'
 
 
-def loop(ask) -> tuple[list[str], str]:
+def loop(send_request) -> tuple[list[str], str]:
     """Return the functions that were called, and the final text."""
     messages, called = [QUESTION], []
     for _ in range(3):
-        message, reason = ask(messages)
+        message, reason = send_request(messages)
         if not message.get("tool_calls"):
             assert reason == "stop"
             return called, message["content"]
@@ -68,7 +68,7 @@ def loop(ask) -> tuple[list[str], str]:
 
 @pytest.mark.parametrize("first", ["auto", "required"])
 def test_tool_loop(api, first):
-    def ask(messages):
+    def send_request(messages):
         reply = api.chat.completions.create(
             model=MODEL,
             messages=messages,
@@ -81,16 +81,16 @@ def test_tool_loop(api, first):
         choice = reply.choices[0]
         return choice.message.model_dump(exclude_none=True), choice.finish_reason
 
-    called, answer = loop(ask)
+    called, response = loop(send_request)
     assert called == ["get_weather"]
-    assert answer == "It is 21 degrees and sunny in Paris."
+    assert response == "It is 21 degrees and sunny in Paris."
 
 
 def test_streamed_tool_loop(api):
     """With the client's accumulator of chunks, whose events report partial arguments."""
     fragments = []
 
-    def ask(messages):
+    def send_request(messages):
         with api.chat.completions.stream(
             model=MODEL, messages=messages, tools=[WEATHER], temperature=0, max_completion_tokens=80
         ) as stream:
@@ -100,9 +100,9 @@ def test_streamed_tool_loop(api):
             choice = stream.get_final_completion().choices[0]
         return choice.message.model_dump(exclude_none=True, exclude={"parsed"}), choice.finish_reason
 
-    called, answer = loop(lambda messages: ask(_plain(messages)))
+    called, response = loop(lambda messages: send_request(_plain(messages)))
     assert called == ["get_weather"]
-    assert answer == "It is 21 degrees and sunny in Paris."
+    assert response == "It is 21 degrees and sunny in Paris."
     assert len(fragments) > 2 and json.loads("".join(fragments)) == {"city": "Paris"}
 
 

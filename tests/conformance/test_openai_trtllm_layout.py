@@ -43,26 +43,26 @@ def test_text_models_are_listed(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_completions(client: openai.OpenAI, model: str) -> None:
-    answer = complete(client, model)
-    assert answer.choices[0].text == ANSWER
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.completion_tokens == 12
+    response = complete(client, model)
+    assert response.choices[0].text == ANSWER
+    assert response.choices[0].finish_reason == "length"
+    assert response.usage.completion_tokens == 12
     chunks = list(complete(client, model, stream=True, stream_options={"include_usage": True}))
     pieces = [chunk.choices[0].text for chunk in chunks[:-1]]
     assert "".join(pieces) == ANSWER
     assert len([piece for piece in pieces if piece]) > 8
     assert chunks[-1].usage.completion_tokens == 12
-    assert chunks[-1].usage.prompt_tokens == answer.usage.prompt_tokens > 0
+    assert chunks[-1].usage.prompt_tokens == response.usage.prompt_tokens > 0
 
 
 def test_chats_are_equal_on_every_model(client: openai.OpenAI) -> None:
     answers = []
     for model in MODELS:
-        answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0)
-        assert answer.choices[0].finish_reason == "stop"
+        response = client.chat.completions.create(model=model, messages=QUESTION, temperature=0)
+        assert response.choices[0].finish_reason == "stop"
         chunks = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        assert text == answer.choices[0].message.content
+        assert text == response.choices[0].message.content
         answers.append(text)
     assert len(set(answers)) == 1
     assert answers[0]
@@ -71,8 +71,8 @@ def test_chats_are_equal_on_every_model(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("model", CHAINS)
 def test_choices_differ_by_their_seeds(client: openai.OpenAI, model: str) -> None:
     def texts() -> list[str]:
-        answer = complete(client, model, n=3, seed=5, temperature=1.5, max_tokens=20)
-        return [choice.text for choice in answer.choices]
+        response = complete(client, model, n=3, seed=5, temperature=1.5, max_tokens=20)
+        return [choice.text for choice in response.choices]
 
     assert len(set(texts())) == 3
     assert texts() == texts()
@@ -82,16 +82,16 @@ def test_choices_differ_by_their_seeds(client: openai.OpenAI, model: str) -> Non
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings(client: openai.OpenAI, model: str, stream: bool) -> None:
     stop = ANSWER[len(ANSWER) // 2 :][:4]
-    answer = complete(client, model, stop=stop, stream=stream)
-    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    response = complete(client, model, stop=stop, stream=stream)
+    choices = [chunk.choices[0] for chunk in response] if stream else response.choices
     assert "".join(choice.text for choice in choices) == ANSWER[: ANSWER.index(stop)]
     assert choices[-1].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("model", CHAINS)
 def test_guided_decoding(client: openai.OpenAI, model: str) -> None:
-    answer = complete(client, model, extra_body={"guided_choice": ["yes", "no"]})
-    assert answer.choices[0].text in ("yes", "no")
+    response = complete(client, model, extra_body={"guided_choice": ["yes", "no"]})
+    assert response.choices[0].text in ("yes", "no")
 
 
 @pytest.mark.parametrize("model", CHAINS)
@@ -99,8 +99,8 @@ def test_log_probabilities(client: openai.OpenAI, model: str) -> None:
     """They equal those of the engine; their tokens are found by aligning the text."""
     expected = complete(client, "tensorrt_llm", logprobs=0).choices[0].logprobs
     for stream in (False, True):
-        answer = complete(client, model, logprobs=0, stream=stream)
-        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        response = complete(client, model, logprobs=0, stream=stream)
+        choices = [chunk.choices[0] for chunk in response] if stream else response.choices
         parts = [choice.logprobs for choice in choices if choice.logprobs and choice.logprobs.tokens]
         assert [token for part in parts for token in part.tokens] == expected.tokens
         assert [offset for part in parts for offset in part.text_offset] == expected.text_offset
@@ -126,18 +126,18 @@ WEATHER = {
 @pytest.mark.parametrize("model", CHAINS)
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_tool_calls(client: openai.OpenAI, model: str, choice: Any) -> None:
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
         "tools": [WEATHER],
         "tool_choice": choice,
         "temperature": 0,
     }
-    (whole,) = client.chat.completions.create(**asked).choices
+    (whole,) = client.chat.completions.create(**requested).choices
     assert whole.finish_reason == "tool_calls"
     (call,) = whole.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Paris"}')
-    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**requested, stream=True)]
     calls = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
     assert calls[0].name == "get_weather"
     assert "".join(call.arguments for call in calls) == '{"city": "Paris"}'
@@ -183,7 +183,7 @@ async def test_many_concurrent_requests(server: ServerProcess) -> None:
             for i in range(12)
         )
     )
-    assert {answer.choices[0].text for answer in answers} == {ANSWER}
+    assert {response.choices[0].text for response in answers} == {ANSWER}
 
 
 @pytest.mark.parametrize("option", ["--no-decoupled", "--accumulate-tokens"])

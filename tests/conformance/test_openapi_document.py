@@ -89,7 +89,7 @@ def served(tmp_path_factory):
 def meet(case: Any, served: ServerProcess) -> None:
     """Send the case, mostly with existing models and responses, and without long-running requests."""
     body = case.body
-    for name, known in {"model": "neso-pilot", "response_id": kept_response(served)}.items():
+    for name, known in {"model": "neso-pilot", "response_id": stored_response(served)}.items():
         if name in (case.path_parameters or {}) and len(str(case.path_parameters[name])) % 3:
             case.path_parameters[name] = known
     if isinstance(body, dict):
@@ -111,10 +111,10 @@ def send(case: Any, served: ServerProcess) -> Any:
     return case.call_and_validate(base_url=served.url("", "openai"), checks=CHECKS, timeout=60)
 
 
-def kept_response(served: ServerProcess) -> str:
+def stored_response(served: ServerProcess) -> str:
     """Return the id of a stored response, created in the background."""
-    global kept
-    if not kept or served.get(f"/v1/responses/{kept}", "openai")[0] == 404:
+    global stored_id
+    if not stored_id or served.get(f"/v1/responses/{stored_id}", "openai")[0] == 404:
         body = {
             "model": "neso-pilot",
             "input": "Hi",
@@ -122,11 +122,11 @@ def kept_response(served: ServerProcess) -> str:
             "background": True,
             "stream": False,
         }
-        kept = served.post("/v1/responses", body, "openai")[1]["id"]
-    return kept
+        stored_id = served.post("/v1/responses", body, "openai")[1]["id"]
+    return stored_id
 
 
-kept = ""
+stored_id = ""
 
 
 @few.parametrize()

@@ -85,8 +85,8 @@ def test_string_model_and_its_ensemble(client, model, inputs, outputs, expected,
         made = http_client.InferInput(name, [2, 16], "BYTES")
         made.set_data_from_numpy(array.astype(np.bytes_).astype(np.object_), binary_data=binary)
         given.append(made)
-    wanted = [http_client.InferRequestedOutput(name, binary_data=binary) for name in outputs]
-    result = client.infer(model, given, outputs=wanted)
+    requested = [http_client.InferRequestedOutput(name, binary_data=binary) for name in outputs]
+    result = client.infer(model, given, outputs=requested)
     for name, array in zip(outputs, expected(a, b), strict=True):
         assert np.array_equal(result.as_numpy(name).astype(np.int64), array)
 

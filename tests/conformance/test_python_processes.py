@@ -214,22 +214,22 @@ def test_model_in_a_separate_environment(tmp_path, environment, packed):
     with ServerProcess("--model-repository", tmp_path / "models") as server:
         assert server.ports, server.output
         with http_client.InferenceServerClient(server.address("http")) as client:
-            told = json.loads(client.infer("who", []).as_numpy("WHO")[0])
-        assert told["secret"] == 42
-        assert not told["msgspec"] and not told["grpc"], "packages of the server are visible"
-        assert not {"grpc", "tritonclient", "prometheus_client", "fastapi", "zmq"} & set(told["modules"])
-        assert not any("neso" in Path(entry).parts for entry in told["path"])
+            reported = json.loads(client.infer("who", []).as_numpy("WHO")[0])
+        assert reported["secret"] == 42
+        assert not reported["msgspec"] and not reported["grpc"], "packages of the server are visible"
+        assert not {"grpc", "tritonclient", "prometheus_client", "fastapi", "zmq"} & set(reported["modules"])
+        assert not any("neso" in Path(entry).parts for entry in reported["path"])
         if packed:
-            unpacked = Path(told["prefix"])
-            assert "neso-environment-" in told["prefix"]
+            unpacked = Path(reported["prefix"])
+            assert "neso-environment-" in reported["prefix"]
         else:
-            assert Path(told["prefix"]) == environment
+            assert Path(reported["prefix"]) == environment
     assert unpacked is None or not unpacked.exists()
 
 
 @pytest.mark.parametrize(
     ("path", "reason"),
-    [("/no/such/place", "does not exist"), ("$$TRITON_MODEL_DIRECTORY", "holds no environment")],
+    [("/no/such/place", "does not exist"), ("$$TRITON_MODEL_DIRECTORY", "contains no environment")],
 )
 def test_invalid_environment_is_reported(tmp_path, path, reason):
     config = f'parameters {{ key: "EXECUTION_ENV_PATH" value {{ string_value: "{path}" }} }}'

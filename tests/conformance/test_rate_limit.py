@@ -51,7 +51,7 @@ def write(repository: Path, **priorities: int) -> None:
         (repository / name / "1" / "model.py").write_text(MODEL)
 
 
-def ask(server: ServerProcess, name: str) -> tuple[float, float]:
+def send_request(server: ServerProcess, name: str) -> tuple[float, float]:
     tensor = http_client.InferInput("IN", [1], "FP32").set_data_from_numpy(np.ones(1, np.float32))
     with http_client.InferenceServerClient(server.address("http")) as client:
         start, end = client.infer(name, [tensor]).as_numpy("TIMES")
@@ -66,7 +66,9 @@ def test_concurrent_executions_are_limited_by_resources(tmp_path: Path, amount: 
     with ServerProcess("--model-repository", tmp_path, *arguments) as server, ThreadPoolExecutor(8) as pool:
         seen = 0
         for _ in range(20):  # slow requests do not overlap
-            spans = list(pool.map(lambda number: ask(server, ("first", "second")[number % 2]), range(24)))
+            spans = list(
+                pool.map(lambda number: send_request(server, ("first", "second")[number % 2]), range(24))
+            )
             overlaps = [sum(start < moment < end for start, end in spans) for moment, _ in spans]
             seen = max(seen, max(overlaps) + 1)
             if seen >= most:
@@ -84,14 +86,16 @@ def test_priority_2_gets_half_the_executions(tmp_path: Path) -> None:
     ):
         end = time.monotonic() + 2
 
-        def keep_asking(name: str) -> int:
-            asked = 0
+        def send_repeatedly(name: str) -> int:
+            requested = 0
             while time.monotonic() < end:
-                ask(server, name)
-                asked += 1
-            return asked
+                send_request(server, name)
+                requested += 1
+            return requested
 
-        futures = {name: [pool.submit(keep_asking, name) for _ in range(4)] for name in ("often", "seldom")}
+        futures = {
+            name: [pool.submit(send_repeatedly, name) for _ in range(4)] for name in ("often", "seldom")
+        }
         counts = {name: sum(future.result() for future in of) for name, of in futures.items()}
     assert counts["often"] / counts["seldom"] == pytest.approx(2, rel=0.3)
 

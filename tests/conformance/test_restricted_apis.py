@@ -111,7 +111,7 @@ def test_every_way_to_infer_over_http(process, path):
 def test_streams(rpc):
     answers: queue.Queue = queue.Queue()
 
-    def answer(headers: dict[str, str] | None) -> Any:
+    def stream_infer(headers: dict[str, str] | None) -> Any:
         rpc.start_stream(lambda result, error: answers.put(error or result), headers=headers)
         with suppress(InferenceServerException):  # a stream that was rejected immediately
             rpc.async_stream_infer("parameters", inputs(grpc_client))
@@ -119,17 +119,17 @@ def test_streams(rpc):
         rpc.stop_stream()
         return found
 
-    refused = answer(None)
+    refused = stream_infer(None)
     assert isinstance(refused, InferenceServerException)
     assert "expecting header 'triton-grpc-protocol-infer-key'" in str(refused)
-    assert answer(GRPC_INFER).as_numpy("OUT")[0] == b"{}"
+    assert stream_infer(GRPC_INFER).as_numpy("OUT")[0] == b"{}"
 
 
 @pytest.mark.parametrize("protocol", ["http", "openai"])
 def test_openai_api_is_restricted_too(process, protocol):
     body = {"model": "neso-pilot", "prompt": "Hi", "max_tokens": 1}
-    status, answer = process.post("/v1/completions", body, protocol)
-    assert status == 403 and "expecting header 'infer-key'" in answer["error"]["message"]
+    status, response = process.post("/v1/completions", body, protocol)
+    assert status == 403 and "expecting header 'infer-key'" in response["error"]["message"]
     assert process.post("/v1/completions", body, protocol, **{"infer-key": "secret"})[0] == 200
     assert process.get("/v1/models", protocol)[0] == 403
     if protocol == "openai":

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 from soak import leaks
-from soaking.server import Holdings
+from soaking.server import ResourceUsage
 
 SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
 
@@ -25,11 +25,11 @@ def test_soak_loses_and_leaks_nothing():
     assert "no errors, no leaks" in result.stdout
 
 
-def readings(**growth: float) -> list[Holdings]:
+def readings(**growth: float) -> list[ResourceUsage]:
     """Readings of one minute; the named values grow by the given amount per second."""
     base = {"rss": 200, "server_rss": 100, "fds": 50, "threads": 30, "processes": 2, "shm": 1}
     return [
-        Holdings(
+        ResourceUsage(
             seconds, **{name: start + int(growth.get(name, 0) * seconds) for name, start in base.items()}
         )
         for seconds in range(60)

@@ -66,11 +66,11 @@ def test_repository_with_valid_and_invalid_models(tmp_path):
             ({"data": [1]}, "IN"),
         ):
             spoilt = {"inputs": [{**body["inputs"][0], **change}]}
-            status, answer = server.post("/v2/models/add_one/infer", spoilt)
-            assert status == 400 and message in answer["error"]
+            status, response = server.post("/v2/models/add_one/infer", spoilt)
+            assert status == 400 and message in response["error"]
         assert server.post("/v2/models/pilot/generate", {"text_input": "Hi", "max_tokens": 3})[0] == 200
-        status, answer = server.post("/v2/models/broken/generate", {"text_input": "Hi"})
-        assert status in (404, 503) and "broken" in answer["error"]
+        status, response = server.post("/v2/models/broken/generate", {"text_input": "Hi"})
+        assert status in (404, 503) and "broken" in response["error"]
         assert server.get("/v2/health/ready")[0] == 200
         assert server.stop() == 0
 

@@ -185,7 +185,7 @@ def test_requests_are_batched(client, served, model, name, output):
     before = statistics(served, model)
     start = threading.Barrier(16)
 
-    def ask(n: int) -> np.ndarray:
+    def send_request(n: int) -> np.ndarray:
         # The http client belongs to the thread that made it.
         module = client[0]
         with module.InferenceServerClient(served.address("http" if module is http_client else "grpc")) as own:
@@ -193,7 +193,7 @@ def test_requests_are_batched(client, served, model, name, output):
             return infer((module, own), model, [output], **{name: x[2 * n : 2 * n + 2]})[output]
 
     with ThreadPoolExecutor(16) as pool:
-        found = np.concatenate(list(pool.map(ask, range(16))))
+        found = np.concatenate(list(pool.map(send_request, range(16))))
     if model == "torch_batched":
         expected = Linear()(torch.from_numpy(x)).detach().numpy()
     else:
@@ -233,12 +233,12 @@ def test_sequences(served):
 
 def test_errors(served):
     body = {"inputs": [{"name": "X", "shape": [1, 5], "datatype": "FP32", "data": [0] * 5}]}
-    status, answer = served.post("/v2/models/onnx_plain/infer", body)
-    assert status == 400 and "unexpected shape for input 'X' for model 'onnx_plain'" in answer["error"]
+    status, response = served.post("/v2/models/onnx_plain/infer", body)
+    assert status == 400 and "unexpected shape for input 'X' for model 'onnx_plain'" in response["error"]
     tensors = [
         {"name": f"INPUT__{n}", "shape": [n + 2], "datatype": "FP32", "data": [0] * (n + 2)} for n in range(2)
     ]
-    status, answer = served.post("/v2/models/torch_add_sub/infer", {"inputs": tensors})
-    assert status == 500 and answer["error"].startswith(
+    status, response = served.post("/v2/models/torch_add_sub/infer", {"inputs": tensors})
+    assert status == 500 and response["error"].startswith(
         "PyTorch execute failure: RuntimeError: The size of tensor"
     )

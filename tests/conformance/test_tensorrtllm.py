@@ -93,7 +93,7 @@ def test_tokens_equal_transformers(checkpoint, expected):
 
 
 def test_stream_of_new_tokens(stream, expected):
-    responses = stream.ask(prompt_inputs(PROMPT, LENGTH, streaming=TRUE))
+    responses = stream.send_request(prompt_inputs(PROMPT, LENGTH, streaming=TRUE))
     assert [response["output_ids"].shape for response in responses] == [(1, 1, 1)] * LENGTH
     assert [response["sequence_length"].tolist() for response in responses] == [[[1]]] * LENGTH
     assert new_tokens(responses) == expected
@@ -101,10 +101,10 @@ def test_stream_of_new_tokens(stream, expected):
 
 
 def test_unary_response_starts_with_the_prompt(stream, expected):
-    (response,) = stream.ask(prompt_inputs(PROMPT, LENGTH))
+    (response,) = stream.send_request(prompt_inputs(PROMPT, LENGTH))
     assert response["output_ids"].tolist() == [[PROMPT + expected]]
     assert response["sequence_length"].tolist() == [[len(PROMPT) + LENGTH]]
-    (response,) = stream.ask(prompt_inputs(PROMPT, LENGTH, exclude_input_in_output=TRUE))
+    (response,) = stream.send_request(prompt_inputs(PROMPT, LENGTH, exclude_input_in_output=TRUE))
     assert response["output_ids"].tolist() == [[expected]]
 
 
@@ -126,18 +126,18 @@ def test_unary_without_decoupled_mode(server, module, expected):
 
 def test_generate_endpoints(server, expected):
     body = {"input_ids": PROMPT, "input_lengths": len(PROMPT), "request_output_len": LENGTH}
-    status, answer = server.post("/v2/models/whole/generate", body)
-    assert (status, answer["output_ids"]) == (200, expected)
-    status, answer = server.post("/v2/models/static/generate", {**body, "end_id": expected[2]})
-    assert (status, answer["output_ids"]) == (200, PROMPT + expected[:2])
+    status, response = server.post("/v2/models/whole/generate", body)
+    assert (status, response["output_ids"]) == (200, expected)
+    status, response = server.post("/v2/models/static/generate", {**body, "end_id": expected[2]})
+    assert (status, response["output_ids"]) == (200, PROMPT + expected[:2])
 
 
 def test_end_token_ends_and_is_not_returned(stream, expected):
     end = i32([expected[5]])
     until = expected.index(expected[5])
-    (response,) = stream.ask(prompt_inputs(PROMPT, LENGTH, end_id=end, exclude_input_in_output=TRUE))
+    (response,) = stream.send_request(prompt_inputs(PROMPT, LENGTH, end_id=end, exclude_input_in_output=TRUE))
     assert response["output_ids"].tolist() == [[expected[:until]]]
-    responses = stream.ask(prompt_inputs(PROMPT, LENGTH, end_id=end, streaming=TRUE))
+    responses = stream.send_request(prompt_inputs(PROMPT, LENGTH, end_id=end, streaming=TRUE))
     assert new_tokens(responses) == expected[:until]
     assert responses[-1]["output_ids"].shape == (1, 1, 0)
 
@@ -146,14 +146,16 @@ def test_without_end_id_only_the_length_stops(stream, llm):
     """The model's end token does not stop either."""
     bias = np.zeros((1, VOCAB_SIZE), np.float32)
     bias[0, EOS] = 1e4
-    (response,) = stream.ask(prompt_inputs(PROMPT, 5, embedding_bias=bias, exclude_input_in_output=TRUE))
+    (response,) = stream.send_request(
+        prompt_inputs(PROMPT, 5, embedding_bias=bias, exclude_input_in_output=TRUE)
+    )
     assert response["output_ids"].tolist() == [[[EOS] * 5]]
 
 
 def test_all_optional_outputs(stream, llm, expected):
-    wanted = dict.fromkeys(FLAGS, TRUE)
+    requested = dict.fromkeys(FLAGS, TRUE)
     result = greedy(llm, logprobs=0, return_context_logits=True, return_generation_logits=True)
-    (response,) = stream.ask(prompt_inputs(PROMPT, LENGTH, **wanted))
+    (response,) = stream.send_request(prompt_inputs(PROMPT, LENGTH, **requested))
     assert {name: (array.shape, array.dtype) for name, array in response.items()} == {
         "output_ids": ((1, 1, 24), np.int32),
         "sequence_length": ((1, 1), np.int32),
@@ -178,7 +180,7 @@ def test_all_optional_outputs(stream, llm, expected):
     times = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
     values = [int(response[name][0, 0]) for name in times]
     assert values == sorted(values) and values[0] > 0
-    pieces = stream.ask(prompt_inputs(PROMPT, LENGTH, streaming=TRUE, **wanted))
+    pieces = stream.send_request(prompt_inputs(PROMPT, LENGTH, streaming=TRUE, **requested))
     assert ["context_logits" in piece for piece in pieces] == [True] + [False] * (LENGTH - 1)
     rows = np.concatenate([piece["generation_logits"][0, 0] for piece in pieces])
     np.testing.assert_allclose(rows, completion.generation_logits, atol=1e-3)
@@ -190,8 +192,8 @@ def test_all_optional_outputs(stream, llm, expected):
 
 def test_reused_blocks_output(stream):
     prompt = [7 * i % 300 + 10 for i in range(40)]
-    (first,) = stream.ask(prompt_inputs(prompt, 4, return_perf_metrics=TRUE))
-    (second,) = stream.ask(prompt_inputs(prompt, 4, return_kv_cache_reuse_stats=TRUE))
+    (first,) = stream.send_request(prompt_inputs(prompt, 4, return_perf_metrics=TRUE))
+    (second,) = stream.send_request(prompt_inputs(prompt, 4, return_kv_cache_reuse_stats=TRUE))
     names = [f"kv_cache_{kind}_blocks" for kind in ("alloc_total", "reused", "alloc_new")]
     assert [int(first[name][0, 0]) for name in names] == [3, 0, 3]
     assert [int(second[name][0, 0]) for name in names] == [3, 2, 1]
@@ -202,13 +204,13 @@ def test_beams_are_returned_together(stream, llm):
     result = greedy(llm, **params)
     for streaming in (np.array([[False]]), TRUE):
         beams = {"beam_width": i32([3]), "return_log_probs": TRUE, "streaming": streaming}
-        (response,) = stream.ask(prompt_inputs(PROMPT, LENGTH, **beams))
+        (response,) = stream.send_request(prompt_inputs(PROMPT, LENGTH, **beams))
         assert response["output_ids"].tolist() == [[PROMPT + beam.token_ids for beam in result.outputs]]
         assert response["sequence_length"].tolist() == [[len(PROMPT) + LENGTH] * 3]
         assert response["output_log_probs"].shape == (1, 3, LENGTH)
         scores = [beam.cumulative_logprob for beam in result.outputs]
         np.testing.assert_allclose(response["cum_log_probs"][0], scores, atol=1e-3)
-    (response,) = stream.ask(
+    (response,) = stream.send_request(
         prompt_inputs(PROMPT, LENGTH, beam_width=i32([3]), num_return_sequences=i32([2]))
     )
     assert response["output_ids"].shape == (1, 2, 24)
@@ -220,9 +222,9 @@ def test_sampled_sequences_are_returned_separately(stream):
         "runtime_top_k": i32([40]),
         "seed": np.array([[5]], np.uint64),
     }
-    whole = stream.ask(prompt_inputs(PROMPT, 6, exclude_input_in_output=TRUE, **several))
+    whole = stream.send_request(prompt_inputs(PROMPT, 6, exclude_input_in_output=TRUE, **several))
     assert sorted(int(response["sequence_index"][0, 0]) for response in whole) == [0, 1, 2]
-    pieces = stream.ask(prompt_inputs(PROMPT, 6, streaming=TRUE, **several))
+    pieces = stream.send_request(prompt_inputs(PROMPT, 6, streaming=TRUE, **several))
     for sequence in range(3):
         assert new_tokens(pieces, sequence) == new_tokens(whole, sequence)
     assert len({tuple(new_tokens(whole, sequence)) for sequence in range(3)}) == 3
@@ -235,19 +237,21 @@ def test_batches_are_padded(stream, llm, expected):
         "request_output_len": i32([LENGTH], [5]),
         "exclude_input_in_output": np.array([[True], [True]]),
     }
-    rows = {int(response["batch_index"][0, 0]): response for response in stream.ask(batch)}
+    rows = {int(response["batch_index"][0, 0]): response for response in stream.send_request(batch)}
     assert rows[0]["output_ids"].tolist() == [[expected]]
     assert rows[1]["output_ids"].tolist() == [[greedy(llm, PROMPT[:6], 5).outputs[0].token_ids]]
-    streaming = stream.ask({**batch, "streaming": np.array([[True], [True]])})
+    streaming = stream.send_request({**batch, "streaming": np.array([[True], [True]])})
     mine = [r for r in streaming if r["batch_index"][0, 0] == 0]
     assert new_tokens(mine) == expected
 
 
 def test_words_and_biases(stream, llm, expected):
     words = i32([[expected[3], expected[4], expected[6]], [2, 3, -1]])
-    stopped = stream.ask(prompt_inputs(PROMPT, LENGTH, stop_words_list=words, streaming=TRUE))
+    stopped = stream.send_request(prompt_inputs(PROMPT, LENGTH, stop_words_list=words, streaming=TRUE))
     assert new_tokens(stopped) == expected[:5]
-    (banned,) = stream.ask(prompt_inputs(PROMPT, LENGTH, bad_words_list=words, exclude_input_in_output=TRUE))
+    (banned,) = stream.send_request(
+        prompt_inputs(PROMPT, LENGTH, bad_words_list=words, exclude_input_in_output=TRUE)
+    )
     pairs = (tuple(expected[3:5]), (expected[6],))
     assert banned["output_ids"].tolist() == [[greedy(llm, bad_words=pairs).outputs[0].token_ids]]
 
@@ -278,9 +282,9 @@ def test_stop_ends_the_request_with_the_same_id(slow_stream):
 
 
 def test_stop_of_an_unknown_id_is_ignored(stream):
-    assert stream.ask(prompt_inputs(PROMPT, 1, stop=TRUE), "unknown") == [{}]
+    assert stream.send_request(prompt_inputs(PROMPT, 1, stop=TRUE), "unknown") == [{}]
     with pytest.raises(InferenceServerException, match="stop: needs the id"):
-        stream.ask(prompt_inputs(PROMPT, 1, stop=TRUE))
+        stream.send_request(prompt_inputs(PROMPT, 1, stop=TRUE))
 
 
 def test_cancelled_stream_frees_the_engine(slow_server):
@@ -310,8 +314,8 @@ def test_cancelled_stream_frees_the_engine(slow_server):
 )
 def test_errors_name_invalid_inputs(stream, change, message):
     with pytest.raises(InferenceServerException, match=message):
-        stream.ask(prompt_inputs(PROMPT, 4) | change)
-    assert len(stream.ask(prompt_inputs(PROMPT, 4))) == 1
+        stream.send_request(prompt_inputs(PROMPT, 4) | change)
+    assert len(stream.send_request(prompt_inputs(PROMPT, 4))) == 1
 
 
 def test_static_batches_have_their_own_metrics(server):
@@ -330,7 +334,7 @@ def test_unlisted_tensors_without_a_batch(server, expected):
         values = {name: array[0] for name, array in prompt_inputs(PROMPT, LENGTH).items()}
         with pytest.raises(InferenceServerException, match="decoupled"):
             outputs(stream._client.infer("tensorrt_llm", tensors(prompt_inputs(PROMPT, LENGTH))))
-        (response,) = stream.ask(values)
+        (response,) = stream.send_request(values)
         assert response["output_ids"].tolist() == [PROMPT + expected]
         assert response["sequence_length"].tolist() == [len(PROMPT) + LENGTH]
 
@@ -347,8 +351,10 @@ def test_generate_stream(server, expected):
         orjson.dumps(body),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        events = [orjson.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: ")]
+    with urllib.request.urlopen(request, timeout=60) as response:
+        events = [
+            orjson.loads(line.removeprefix(b"data: ")) for line in response if line.startswith(b"data: ")
+        ]
     assert [event["output_ids"] for event in events if "output_ids" in event] == expected
     assert {event["sequence_length"] for event in events if "output_ids" in event} == {1}
 
@@ -357,11 +363,11 @@ def test_model_is_available_through_the_openai_api(server, llm, expected):
     with openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none") as client:
         assert {"tensorrt_llm", "whole", "static"} <= {model.id for model in client.models.list()}
         for model in ("tensorrt_llm", "static"):
-            answer = client.completions.create(
+            response = client.completions.create(
                 model=model, prompt=PROMPT, max_tokens=LENGTH, temperature=0, extra_body={"ignore_eos": True}
             )
             whole = llm.tokenizer.decode(PROMPT + expected)
-            assert answer.choices[0].text == whole[len(llm.tokenizer.decode(PROMPT)) :]
+            assert response.choices[0].text == whole[len(llm.tokenizer.decode(PROMPT)) :]
 
 
 def test_statistics_count_requests(server, stream):
@@ -379,8 +385,8 @@ def test_statistics_count_requests(server, stream):
         "input_lengths": i32([12], [12]),
         "request_output_len": i32([9], [9]),
     }
-    stream.ask(batch)
-    stream.ask(prompt_inputs(PROMPT, 60, streaming=TRUE))
+    stream.send_request(batch)
+    stream.send_request(prompt_inputs(PROMPT, 60, streaming=TRUE))
     after = counts()
     assert [b - a for a, b in zip(before, after, strict=True)][:2] == [2, 3]
     assert after[3] - before[3] > after[4] - before[4] > 0

@@ -59,8 +59,8 @@ def test_settings_and_errors(package):
     arguments = (f"--model-repository={package / 'models'}", "--backend-config=scale,offset=10")
     with ServerProcess(*arguments) as server:
         body = {"inputs": [{"name": "IN", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}
-        status, answer = server.post("/v2/models/scaled/infer", body)
-        assert status == 200 and answer["outputs"][0]["data"] == [13, 16]
+        status, response = server.post("/v2/models/scaled/infer", body)
+        assert status == 200 and response["outputs"][0]["data"] == [13, 16]
     (package / "scale_backend.py").write_text("import package_that_is_not_there")
     with ServerProcess(*arguments, "--exit-on-error=false", "--strict-readiness=false") as server:
         status, (entry,) = server.post("/v2/repository/index", {})

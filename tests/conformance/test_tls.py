@@ -258,7 +258,7 @@ def test_incomplete_handshakes_do_not_delay_shutdown(files):
     [
         (["--http-server-cert=CERT"], "--http-server-cert and --http-server-key must be given together"),
         (["--http-server-cert=CERT", "--http-server-key=no.pem"], "the TLS key 'no.pem' cannot be read"),
-        (["--http-server-cert=KEY", "--http-server-key=KEY"], "do not go together, or one of them is no PEM"),
+        (["--http-server-cert=KEY", "--http-server-key=KEY"], "do not match, or one of them is not a PEM"),
         (["--grpc-use-ssl=true"], "--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key"),
         (
             ["--grpc-use-ssl-mutual=true", "--grpc-server-cert=CERT", "--grpc-server-key=KEY"],

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 from eventually import wait_until
-from layout_repository import ANSWER, PROMPT, Stream, ask, init, tensors, text
+from layout_repository import ANSWER, PROMPT, Stream, init, send_request, tensors, text
 from server_process import ServerProcess
 from step_pace import slow_environment
 from tritonclient.utils import InferenceServerException
@@ -51,20 +51,20 @@ def address(served: ServerProcess) -> str:
 def test_generate(served, model):
     """With curl as in the guide of TensorRT-LLM's backend, and the keys that it shows."""
     body = {"text_input": PROMPT, "max_tokens": 12, "bad_words": "", "stop_words": ""}
-    status, answer = served.post(f"/v2/models/{model}/generate", body)
+    status, response = served.post(f"/v2/models/{model}/generate", body)
     assert status == 200
-    assert answer["text_output"] == PROMPT + ANSWER
+    assert response["text_output"] == PROMPT + ANSWER
     expected = {"model_name", "model_version", "text_output"}
     if model == "ensemble":
         expected |= {"sequence_id", "sequence_start", "sequence_end"}
-    assert answer.keys() == expected
-    _, answer = served.post(f"/v2/models/{model}/generate", body | {"exclude_input_in_output": True})
-    assert answer["text_output"] == ANSWER
+    assert response.keys() == expected
+    _, response = served.post(f"/v2/models/{model}/generate", body | {"exclude_input_in_output": True})
+    assert response["text_output"] == ANSWER
 
 
 @pytest.mark.parametrize("model", CHAINS)
 def test_streams_return_deltas(address, model):
-    results = ask(address, model, text_input=PROMPT, max_tokens=12, stream=True)
+    results = send_request(address, model, text_input=PROMPT, max_tokens=12, stream=True)
     assert len(results) == 12
     assert text(results) == ANSWER
 
@@ -73,7 +73,7 @@ def test_streams_return_deltas(address, model):
 @pytest.mark.parametrize("stream", [False, True])
 def test_characters_of_several_tokens(address, model, stream):
     written = "héllo 你好, 🎉🎉 ça va!"
-    results = ask(
+    results = send_request(
         address,
         model,
         text_input="Say:",
@@ -92,9 +92,11 @@ def test_characters_of_several_tokens(address, model, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_words(address, model, stream):
     given = {"text_input": PROMPT, "max_tokens": 12, "stream": stream, "exclude_input_in_output": True}
-    assert text(ask(address, model, **given, stop_words=["", "time"])) == " TTFT is the time"
-    assert "time" not in text(ask(address, model, **given, bad_words=["time", "nothing"]))
-    biased = ask(address, model, **given, embedding_bias_words=[" time"], embedding_bias_weights=[-100.0])
+    assert text(send_request(address, model, **given, stop_words=["", "time"])) == " TTFT is the time"
+    assert "time" not in text(send_request(address, model, **given, bad_words=["time", "nothing"]))
+    biased = send_request(
+        address, model, **given, embedding_bias_words=[" time"], embedding_bias_weights=[-100.0]
+    )
     assert "time" not in text(biased)
 
 
@@ -102,26 +104,28 @@ def test_words(address, model, stream):
 def test_stop_words_within_tokens(address, stream):
     given = {"text_input": PROMPT, "max_tokens": 12, "stream": stream, "exclude_input_in_output": True}
     assert (
-        text(ask(address, "tensorrt_llm_bls", **given, stop_words=["irst to"]))
+        text(send_request(address, "tensorrt_llm_bls", **given, stop_words=["irst to"]))
         == " TTFT is the time to first to"
     )
-    assert text(ask(address, "tensorrt_llm_bls", **given, stop_words=["token!"])) == ANSWER
+    assert text(send_request(address, "tensorrt_llm_bls", **given, stop_words=["token!"])) == ANSWER
 
 
 @pytest.mark.parametrize("model", CHAINS)
 def test_batches(address, model):
-    results = ask(address, model, 2, text_input=[[PROMPT], ["What is Neso?"]], max_tokens=8, stream=True)
+    results = send_request(
+        address, model, 2, text_input=[[PROMPT], ["What is Neso?"]], max_tokens=8, stream=True
+    )
     rows: list[list] = [[], []]
     for result in results:
         rows[result.as_numpy("batch_index").item()].append(result)
     for row, prompt in zip(rows, (PROMPT, "What is Neso?"), strict=True):
-        assert text(row) == text(ask(address, model, text_input=prompt, max_tokens=8, stream=True))
+        assert text(row) == text(send_request(address, model, text_input=prompt, max_tokens=8, stream=True))
 
 
 @pytest.mark.parametrize("model", CHAINS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_beams(address, model, stream):
-    (result,) = ask(address, model, text_input=PROMPT, max_tokens=8, beam_width=3, stream=stream)
+    (result,) = send_request(address, model, text_input=PROMPT, max_tokens=8, beam_width=3, stream=stream)
     texts = [beam.decode() for beam in result.as_numpy("text_output")]
     assert len(set(texts)) == 3
     assert any(beam.startswith(PROMPT + ANSWER[:20]) for beam in texts)
@@ -129,7 +133,7 @@ def test_beams(address, model, stream):
 
 @pytest.mark.parametrize("model", CHAINS)
 def test_several_sequences(address, model):
-    results = ask(
+    results = send_request(
         address,
         model,
         text_input=PROMPT,
@@ -147,7 +151,9 @@ def test_several_sequences(address, model):
 def test_outputs_besides_text(address, model):
     names = ("return_log_probs", "return_context_logits", "return_generation_logits", "return_perf_metrics")
     counts = ("return_num_input_tokens", "return_num_output_tokens")
-    (result,) = ask(address, model, text_input=PROMPT, max_tokens=5, **dict.fromkeys(names + counts, True))
+    (result,) = send_request(
+        address, model, text_input=PROMPT, max_tokens=5, **dict.fromkeys(names + counts, True)
+    )
     assert result.as_numpy("output_log_probs").shape == (1, 1, 5)
     assert result.as_numpy("cum_log_probs").shape == (1, 1)
     assert result.as_numpy("context_logits").shape == (1, 4, 4096)
@@ -168,7 +174,7 @@ def test_disconnect_ends_the_generation(slow_served, model, stream):
     wait_until(lambda: running(served) == 1)
     request.client.stop_stream(cancel_requests=True)
     wait_until(lambda: running(served) == 0)
-    assert text(ask(address, model, text_input=PROMPT, max_tokens=12)) == PROMPT + ANSWER
+    assert text(send_request(address, model, text_input=PROMPT, max_tokens=12)) == PROMPT + ANSWER
 
 
 def running(served: ServerProcess) -> float:
@@ -183,12 +189,17 @@ def test_rejected_requests(address, model):
         ({"beam_width": 9}, "beam_width"),
         ({"text_input": b"\xff\xfe"}, "QUERY: is not UTF-8"),
         ({"stop_words": b"\xff\xfe"}, "STOP_WORDS_DICT: is not UTF-8"),
+        ({"stop_words": "x" * 257}, "STOP_WORDS_DICT: each must be at most 256 long, got one of 257"),
+        (
+            {"text_input": "word " * 1_000_000},
+            "QUERY: is at least [0-9]+ tokens long, too long for the model",
+        ),
         ({"min_length": 9}, "min_length: 9 is more than"),
         ({"embedding_bias_words": ["a"]}, "embedding_bias"),
         ({"guided_decoding_guide_type": "magic", "guided_decoding_guide": "x"}, "guide"),
     ):
         with pytest.raises(InferenceServerException, match=word):
-            ask(address, model, **{"text_input": PROMPT, "max_tokens": 5, **wrong})
+            send_request(address, model, **{"text_input": PROMPT, "max_tokens": 5, **wrong})
 
 
 @pytest.mark.parametrize("model", CHAINS)
@@ -257,7 +268,7 @@ def test_ensemble_as_in_published_repositories(tmp_path):
     model.write_text(model.read_text().replace('backend: "tensorrtllm"', 'backend: "${triton_backend}"'))
     with ServerProcess(f"--model-repository={tmp_path}") as server:
         assert server.ports, server.output
-        results = ask(
+        results = send_request(
             server.address("grpc"),
             "ensemble",
             text_input=PROMPT,
@@ -275,15 +286,17 @@ def test_mismatched_sequences_and_lengths(served):
         return {"name": name, "datatype": "INT32", "shape": shape, "data": data}
 
     ids = given("TOKENS_BATCH", [1, 1, 3], [5, 6, 7])
-    status, answer = served.post(
+    status, response = served.post(
         "/v2/models/postprocessing/infer", {"inputs": [ids, given("SEQUENCE_LENGTH", [1, 2], [1, 1])]}
     )
-    assert status == 400 and "SEQUENCE_LENGTH: has 2 values" in answer["error"]
+    assert status == 400 and "SEQUENCE_LENGTH: has 2 values" in response["error"]
 
 
 def test_legacy_names(served, address):
     values = {"random_seed": 7, "top_k": 40, "temperature": 2.0}
-    texts = {text(ask(address, "ensemble", text_input=PROMPT, max_tokens=8, **values)) for _ in range(3)}
+    texts = {
+        text(send_request(address, "ensemble", text_input=PROMPT, max_tokens=8, **values)) for _ in range(3)
+    }
     assert len(texts) == 1
     status, _ = served.post(
         "/v2/models/ensemble/generate", {"text_input": PROMPT, "max_tokens": 8, "min_length": 8}
@@ -293,17 +306,19 @@ def test_legacy_names(served, address):
 
 def test_speculative_decoding(address):
     given = {"text_input": PROMPT, "max_tokens": 30}
-    alone = text(ask(address, "tensorrt_llm_bls", **given))
+    alone = text(send_request(address, "tensorrt_llm_bls", **given))
     for extra in ({}, {"use_draft_logits": True}):
-        (result,) = ask(address, "tensorrt_llm_bls", **given, num_draft_tokens=4, **extra)
+        (result,) = send_request(address, "tensorrt_llm_bls", **given, num_draft_tokens=4, **extra)
         assert text([result]) == alone
         assert result.as_numpy("total_accepted_draft_tokens").item() >= 20
         assert result.as_numpy("acceptance_rate").item() == 1.0
-    stopped = ask(address, "tensorrt_llm_bls", **given, num_draft_tokens=4, stop_words=["first token"])
+    stopped = send_request(
+        address, "tensorrt_llm_bls", **given, num_draft_tokens=4, stop_words=["first token"]
+    )
     assert text(stopped) == PROMPT + " TTFT is the time to first token"
     for refused in ("return_context_logits", "return_generation_logits", "stream"):
         with pytest.raises(InferenceServerException, match=refused):
-            ask(address, "tensorrt_llm_bls", **given, num_draft_tokens=4, **{refused: True})
+            send_request(address, "tensorrt_llm_bls", **given, num_draft_tokens=4, **{refused: True})
 
 
 @pytest.fixture(scope="module", params=[8, 0])
@@ -348,7 +363,7 @@ def test_accumulated_tokens(tmp_path):
     repository = init(tmp_path, "--accumulate-tokens")
     with ServerProcess(f"--model-repository={repository}") as server:
         given = {"text_input": PROMPT, "max_tokens": 12, "stream": True}
-        results = ask(server.address("grpc"), "tensorrt_llm_bls", **given)
+        results = send_request(server.address("grpc"), "tensorrt_llm_bls", **given)
     texts = [text([result]) for result in results]
     assert texts[0] == " TTFT" and texts[-1] == ANSWER
     assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
@@ -367,10 +382,10 @@ def test_repository_in_the_legacy_layout(tmp_path):
         path.write_text(filled)
     with ServerProcess(f"--model-repository={tmp_path}/models") as server:
         body = {"text_input": PROMPT, "max_tokens": 12, "bad_words": "", "stop_words": ""}
-        _, answer = server.post("/v2/models/ensemble/generate", body)
-        assert answer["text_output"] == PROMPT + ANSWER and answer["cum_log_probs"] == 0.0
-        _, answer = server.post("/v2/models/ensemble/generate", {**body, "return_log_probs": True})
-        assert answer["cum_log_probs"] < 0
+        _, response = server.post("/v2/models/ensemble/generate", body)
+        assert response["text_output"] == PROMPT + ANSWER and response["cum_log_probs"] == 0.0
+        _, response = server.post("/v2/models/ensemble/generate", {**body, "return_log_probs": True})
+        assert response["cum_log_probs"] < 0
         given = {
             "text_input": PROMPT,
             "max_tokens": 12,
@@ -378,14 +393,14 @@ def test_repository_in_the_legacy_layout(tmp_path):
             "stop_words": [" time"],
             "stream": True,
         }
-        assert text(ask(server.address("grpc"), "ensemble", **given)) == " TTFT is the time"
+        assert text(send_request(server.address("grpc"), "ensemble", **given)) == " TTFT is the time"
         # Neso's ensemble with another postprocessing model.
         init(tmp_path / "ours")
         shutil.copytree(tmp_path / "ours" / "tensorrt_llm_bls", tmp_path / "models" / "tensorrt_llm_bls")
     with ServerProcess(f"--model-repository={tmp_path}/models") as server:
         given |= {"stop_words": ["irst to"]}
-        answer = text(ask(server.address("grpc"), "tensorrt_llm_bls", 1, **given))
-        assert answer == " TTFT is the time to first to"
+        response = text(send_request(server.address("grpc"), "tensorrt_llm_bls", 1, **given))
+        assert response == " TTFT is the time to first to"
 
 
 PICKY = """
@@ -414,7 +429,9 @@ def test_undecodable_output_fails_only_its_request(tmp_path):
 
         def one(prompt: str) -> str:
             return text(
-                ask(server.address("grpc"), "tensorrt_llm_bls", text_input=prompt, max_tokens=8, stream=True)
+                send_request(
+                    server.address("grpc"), "tensorrt_llm_bls", text_input=prompt, max_tokens=8, stream=True
+                )
             )
 
         with ThreadPoolExecutor(8) as pool:
@@ -434,18 +451,18 @@ def test_many_streams_with_disconnects(tmp_path, mode):
     with ServerProcess(f"--model-repository={tmp_path}", setting, timeout=90) as server:
         address = server.address("grpc")
 
-        def stays(model: str) -> str:
-            return text(ask(address, model, text_input=PROMPT, max_tokens=12, stream=True))
+        def stay_connected(model: str) -> str:
+            return text(send_request(address, model, text_input=PROMPT, max_tokens=12, stream=True))
 
-        def vanishes(model: str) -> None:
+        def disconnect(model: str) -> None:
             given = tensors(1, text_input="Tell me", max_tokens=1900, end_id=-1, stream=True)
             request = Stream(address, model, given)
             request.next()
             request.client.stop_stream(cancel_requests=True)
 
         with ThreadPoolExecutor(16) as pool:
-            answers = [pool.submit(stays, CHAINS[i % 2]) for i in range(24)]
-            gone = [pool.submit(vanishes, CHAINS[i % 2]) for i in range(24)]
+            answers = [pool.submit(stay_connected, CHAINS[i % 2]) for i in range(24)]
+            gone = [pool.submit(disconnect, CHAINS[i % 2]) for i in range(24)]
             assert {future.result() for future in answers} == {ANSWER}
             for future in gone:
                 future.result()

@@ -105,8 +105,8 @@ def server(repository: Path, adapter: Path) -> Iterator[ServerProcess]:
 
 
 def generate(server: ServerProcess, body: dict[str, Any], model: str = MODEL) -> Any:
-    _, answer = server.post(f"/v2/models/{model}/generate", body)
-    return answer
+    _, response = server.post(f"/v2/models/{model}/generate", body)
+    return response
 
 
 def stream(server: ServerProcess, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -180,8 +180,8 @@ def test_signature_equals_triton_backend(server):
 def test_first_request_of_the_guide(server, llm):
     """The output starts with the prompt unless it is excluded."""
     body = {"text_input": QUESTION, "parameters": {"stream": False, "temperature": 0}}
-    answer = generate(server, body)
-    assert answer == {
+    response = generate(server, body)
+    assert response == {
         "model_name": MODEL,
         "model_version": "1",
         "text_output": QUESTION + expected(llm, max_tokens=16),  # vLLM's default
@@ -203,9 +203,9 @@ def test_sampling_parameters_as_a_tensor(server, llm):
         "stop": ["requests"],
         "include_stop_str_in_output": "true",
     }
-    answer = generate(server, {"text_input": QUESTION, "sampling_parameters": json.dumps(params)})
-    wanted = expected(llm, max_tokens=20, stop=("requests",), include_stop_str_in_output=True)
-    assert answer["text_output"] == QUESTION + wanted
+    response = generate(server, {"text_input": QUESTION, "sampling_parameters": json.dumps(params)})
+    requested = expected(llm, max_tokens=20, stop=("requests",), include_stop_str_in_output=True)
+    assert response["text_output"] == QUESTION + requested
 
 
 def test_several_sequences(server):
@@ -278,9 +278,9 @@ def test_structured_outputs(server, form, fits):
     ],
 )
 def test_invalid_requests(server, llm, body, message):
-    status, answer = server.post(f"/v2/models/{MODEL}/generate", {"text_input": QUESTION, **body})
+    status, response = server.post(f"/v2/models/{MODEL}/generate", {"text_input": QUESTION, **body})
     assert status == 400
-    assert answer["error"].startswith(message)
+    assert response["error"].startswith(message)
     good = {"text_input": QUESTION, "temperature": 0, "max_tokens": 4, "exclude_input_in_output": True}
     assert generate(server, good)["text_output"] == expected(llm, max_tokens=4)
 
@@ -290,10 +290,13 @@ def test_invalid_requests(server, llm, body, message):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_all_outputs_over_grpc(server, streaming):
-    wanted = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
+    expected = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
     params = {"temperature": 0, "max_tokens": 16, "logprobs": 2, "ignore_eos": True}
     inputs = tensors(
-        QUESTION, stream=streaming, sampling_parameters=params, **{f"return_{name}": True for name in wanted}
+        QUESTION,
+        stream=streaming,
+        sampling_parameters=params,
+        **{f"return_{name}": True for name in expected},
     )
     responses = [
         r for r in grpc_stream(server, inputs, request_id="7") if r.as_numpy("text_output") is not None
@@ -430,6 +433,8 @@ def test_cancelling_over_grpc(server):
         last = received.get()
     assert isinstance(last, InferenceServerException)
     assert "CANCELLED" in str(last.status())
+    for line in ("[vllm] Cancelling the request", "[vllm] Successfully cancelled the request"):
+        wait_until(lambda line=line: line in server.output)
 
 
 async def test_cancelling_with_the_asyncio_client(server):
@@ -474,26 +479,26 @@ def change_adapters(server: ServerProcess, what: str, **body: str) -> str:
 
 
 def test_load_and_unload_adapters(server, adapter):
-    def answer(name: str) -> Any:
+    def generate_with(name: str) -> Any:
         return generate(
             server, {"text_input": QUESTION, "temperature": 0, "max_tokens": 6, "lora_name": name}
         )
 
-    said = change_adapters(server, "load", lora_name="sheep", lora_path=str(adapter))
-    assert "added successfully" in said
-    assert answer("sheep") == answer("doll")
+    message = change_adapters(server, "load", lora_name="sheep", lora_path=str(adapter))
+    assert "added successfully" in message
+    assert generate_with("sheep") == generate_with("doll")
     refused = change_adapters(server, "load", lora_name="ghost", lora_path=str(adapter / "nowhere"))
     assert "vLLM cannot load adapter 'ghost'" in refused
     change_adapters(server, "unload", lora_name="sheep")
     for name in ("sheep", "ghost"):
-        wanted = f"LoRA {name} is not supported, we currently support ['doll']"
-        assert answer(name) == {"error": wanted}
+        expected = f"LoRA {name} is not supported, we currently support ['doll']"
+        assert generate_with(name) == {"error": expected}
 
 
 def test_disabled_adapters(server):
     """The embedding model has none."""
-    answer = generate(server, {"text_input": "x", "lora_name": "doll"}, EMBEDDER)
-    assert answer == {"error": "LoRA feature is not enabled."}
+    response = generate(server, {"text_input": "x", "lora_name": "doll"}, EMBEDDER)
+    assert response == {"error": "LoRA feature is not enabled."}
 
 
 # -- embeddings -------------------------------------------------------------------------------------------------
@@ -520,12 +525,12 @@ def test_embedding_requests(server, llm):
 
 
 def test_embedding_and_generation_requests_are_distinguished(server):
-    answer = generate(server, {"text_input": QUESTION}, EMBEDDER)
-    assert answer == {
-        "error": f"Error generating stream: model '{EMBEDDER}' gives vectors, not text: send embedding_request"
+    response = generate(server, {"text_input": QUESTION}, EMBEDDER)
+    assert response == {
+        "error": f"Error generating stream: model '{EMBEDDER}' is an embedding model; send embedding_request"
     }
-    answer = generate(server, {"text_input": "", "embedding_request": '{"input": "x"}'})
-    assert answer == {"error": f"Error generating stream: model '{MODEL}' gives no embeddings"}
+    response = generate(server, {"text_input": "", "embedding_request": '{"input": "x"}'})
+    assert response == {"error": f"Error generating stream: model '{MODEL}' does not support embeddings"}
 
 
 # -- OpenAI -----------------------------------------------------------------------------------------------------
@@ -545,23 +550,23 @@ def test_openai_models(api):
 
 
 def test_openai_chat(api, llm):
-    wanted = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=40))
+    expected = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=40))
     reply = api.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=40)
-    assert reply.choices[0].message.content == wanted.text
-    assert reply.choices[0].finish_reason == wanted.outputs[0].finish_reason.value
-    assert reply.usage.prompt_tokens == len(wanted.prompt_token_ids)
+    assert reply.choices[0].message.content == expected.text
+    assert reply.choices[0].finish_reason == expected.outputs[0].finish_reason.value
+    assert reply.usage.prompt_tokens == len(expected.prompt_token_ids)
     chunks = list(
         api.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=40, stream=True)
     )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted.text
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
 
 
 def test_openai_sampling_defaults(server, api):
     """Defaults of the folder that model.json names; tensor requests have none."""
-    answer = api.responses.create(model=MODEL, input=QUESTION, max_output_tokens=3)
-    assert answer.temperature == 0.9
-    answer = api.responses.create(model=MODEL, input=QUESTION, max_output_tokens=3, temperature=0.5)
-    assert answer.temperature == 0.5
+    response = api.responses.create(model=MODEL, input=QUESTION, max_output_tokens=3)
+    assert response.temperature == 0.9
+    response = api.responses.create(model=MODEL, input=QUESTION, max_output_tokens=3, temperature=0.5)
+    assert response.temperature == 0.5
     long = api.completions.create(
         model=MODEL, prompt="A", temperature=0, max_tokens=400, extra_body={"ignore_eos": True}
     )
@@ -570,7 +575,7 @@ def test_openai_sampling_defaults(server, api):
     generated = generate(server, {**body, "return_num_output_tokens": True, "exclude_input_in_output": True})
     assert generated["num_output_tokens"] == 310
     assert (
-        "defaults of sampling for OpenAI's API: temperature 0.9, max_new_tokens 300 at most, by "
+        "default sampling parameters for OpenAI: temperature 0.9, max_new_tokens 300 at most, from "
         in server.output
     )
 
@@ -699,8 +704,8 @@ def test_invalid_arguments(server, repository, files, message):
     (version / "model.json").unlink(missing_ok=True)
     for name, text in files.items():
         (version / name).write_text(text)
-    _, answer = server.post("/v2/repository/models/wrong/load", {})
-    assert message in answer["error"]
+    _, response = server.post("/v2/repository/models/wrong/load", {})
+    assert message in response["error"]
 
 
 def engine_processes(server: ServerProcess) -> set[psutil.Process]:

@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "from-vllm-serve.md"
 PORTS = {"8000": "http", "9000": "openai", "8002": "metrics"}
 
 
-def is_there(server, protocol: str, path: str) -> bool:
+def route_exists(server, protocol: str, path: str) -> bool:
     """Return whether any method is allowed."""
     body = urllib.request.Request(server.url(path, protocol), b"{}")
     for request in (server.url(path, protocol), body):
@@ -31,6 +31,6 @@ def test_endpoints(server):
         named = set() if where == "not there" else set(re.findall(r"\d{4}", where))
         for path in re.findall(r"`(/[^`]+)`", paths):
             for port, protocol in PORTS.items():
-                assert is_there(server, protocol, path) == (port in named), (path, port)
+                assert route_exists(server, protocol, path) == (port in named), (path, port)
                 checked += 1
     assert checked > 40

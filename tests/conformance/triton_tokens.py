@@ -64,7 +64,7 @@ class TokenStream:
         response = result.get_response()
         return response.id, outputs(result), response.parameters["triton_final_response"].bool_param
 
-    def ask(self, values: Outputs, id: str = "") -> list[Outputs]:
+    def send_request(self, values: Outputs, id: str = "") -> list[Outputs]:
         """Return all responses to one request."""
         self.send(values, id)
         responses = []

@@ -114,7 +114,7 @@ def randomize(model: torch.nn.Module) -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
 
 
-def let_images_tell(model: torch.nn.Module, *parts: str) -> None:
+def amplify_weights(model: torch.nn.Module, *parts: str) -> None:
     """Give the weights of `parts`, between image and text, large values, so that the output depends on the image."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -253,7 +253,7 @@ def make_llava(directory: Path, *, seed: int = 0, text: str = "llama", **overrid
         **overrides,
     )
     model = LlavaForConditionalGeneration(config)
-    let_images_tell(model, "vision_tower", "projector")
+    amplify_weights(model, "vision_tower", "projector")
     randomize(model)
     model.save_pretrained(directory)
     size = {"height": 28, "width": 28}

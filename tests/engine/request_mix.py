@@ -233,22 +233,24 @@ class Mixed:
         self._states: dict[str, RequestState | PooledState] = {}
         self.answers: dict[str, Answer] = {}
 
-    def add(self, name: str, asked: AnyRequest) -> None:
-        request = self.engine_request(name, asked)
+    def add(self, name: str, requested: AnyRequest) -> None:
+        request = self.engine_request(name, requested)
         state = (
-            PooledState if isinstance(asked, PoolingRequest) else lambda r: RequestState(r, self.tokenizer)
+            PooledState
+            if isinstance(requested, PoolingRequest)
+            else lambda r: RequestState(r, self.tokenizer)
         )
         self._states[name] = state(request)
         self.answers[name] = Answer()
         refused = self.core.add(request)
         assert refused == [], [output.error for output in refused]
 
-    def engine_request(self, name: str, asked: AnyRequest) -> EngineRequest:
-        if isinstance(asked, PoolingRequest):
-            request = self._input.process_pooling(asked)
+    def engine_request(self, name: str, requested: AnyRequest) -> EngineRequest:
+        if isinstance(requested, PoolingRequest):
+            request = self._input.process_pooling(requested)
             lora = LoraRequest(name="a") if name.endswith("+lora") else None
             return msgspec.structs.replace(request, request_id=name, lora=lora)
-        return msgspec.structs.replace(self._input.process(asked), request_id=name)
+        return msgspec.structs.replace(self._input.process(requested), request_id=name)
 
     def abort(self, name: str) -> None:
         self._states.pop(name, None)
@@ -283,9 +285,9 @@ class Mixed:
             if result is not None:
                 self.answers[name].take(result)
 
-    def alone(self, name: str, asked: AnyRequest) -> Answer:
+    def alone(self, name: str, requested: AnyRequest) -> Answer:
         """Return the results of a request that runs alone."""
-        self.add(name, asked)
+        self.add(name, requested)
         for _ in range(1000):
             if not self.busy:
                 return self.answers.pop(name)
@@ -310,5 +312,5 @@ class Mixed:
             left["adapters"] = lora._cache._pins
             left["slots"] = +lora.slots._holders
         assert (speculation.proposer is not None) == self._proposes, "proposing was given up"
-        left["promised"] = getattr(speculation.proposer, "_promised", None)
+        left["drafts without tokens"] = getattr(speculation.proposer, "_pending", None)
         assert {name: found for name, found in left.items() if found} == {}

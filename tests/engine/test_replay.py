@@ -37,7 +37,7 @@ def test_every_step_is_recorded_with_its_tokens(recording):
     assert [plan.step for plan in plans] == list(range(1, len(plans) + 1))
     assert all((plan.token_ids >= 0).all() for plan in plans)
     fed = {token for plan in plans for token in plan.token_ids.tolist()}
-    assert {token for answer in tokens for token in answer[:-1]} <= fed
+    assert {token for response in tokens for token in response[:-1]} <= fed
 
 
 def test_replay_on_two_runners_agrees(recording, capsys):

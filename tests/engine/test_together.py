@@ -68,8 +68,8 @@ class Files:
         return self.open(runner, WINDOW if windowed else {}, num_blocks=64, enable_prefix_caching=False)
 
     def _catalogue(self, runner: str = "native", windowed: bool = False) -> dict[str, AnyRequest]:
-        asked = with_prompt("long", {"ignore_eos": True})
-        return catalogue(self._plain(runner, windowed).alone("known", asked).tokens[0])
+        requested = with_prompt("long", {"ignore_eos": True})
+        return catalogue(self._plain(runner, windowed).alone("known", requested).tokens[0])
 
     def _alone(self, name: str, runner: str, windowed: bool) -> Answer:
         return self._plain(runner, windowed).alone(name, self.catalogue(runner, windowed)[name])
@@ -224,5 +224,5 @@ def test_images_with_speculative_decoding(tmp_path, options):
 def test_incompatible_parameters_are_rejected(files, fields, options, field):
     engine = files.open("native", SCHEDULES["preempted"])
     with pytest.raises((InvalidParameter, AssertionError), match=field):
-        asked = with_prompt("vectors" if options.pop("vectors", False) else "short", fields, **options)
-        engine.add("refused", asked)
+        requested = with_prompt("vectors" if options.pop("vectors", False) else "short", fields, **options)
+        engine.add("refused", requested)

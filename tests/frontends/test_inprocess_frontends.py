@@ -1,4 +1,4 @@
-"""Front ends of an in-process server, with real clients."""
+"""Frontends of an in-process server, with real clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
 output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
 """
 CLIENTS = {"http": http_client, "grpc": grpc_client}
-FRONT_ENDS = {"http": neso.KServeHttp, "grpc": neso.KServeGrpc}
+FRONTENDS = {"http": neso.KServeHttp, "grpc": neso.KServeGrpc}
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def slow(tmp_path):
 
 
 def frontend(protocol, server, port=0):
-    kind = FRONT_ENDS[protocol]
+    kind = FRONTENDS[protocol]
     return kind(server, kind.Options(host="127.0.0.1", port=port))
 
 
-def ask(protocol, port, model="identity"):
+def send_request(protocol, port, model="identity"):
     module = CLIENTS[protocol]
     tensor = module.InferInput("IN", [2], "FP32")
     tensor.set_data_from_numpy(np.array([1, 2], np.float32))
@@ -76,7 +76,7 @@ def ask(protocol, port, model="identity"):
         return client.infer(model, [tensor]).as_numpy("OUT").tolist()
 
 
-@pytest.mark.parametrize("protocol", FRONT_ENDS)
+@pytest.mark.parametrize("protocol", FRONTENDS)
 def test_restart(protocol, server):
     service = frontend(protocol, server)
     with pytest.raises(neso.Unavailable, match="has not been started"):
@@ -84,18 +84,18 @@ def test_restart(protocol, server):
     for _ in range(3):
         with service:
             port = service.port
-            assert ask(protocol, port) == [1, 2]
+            assert send_request(protocol, port) == [1, 2]
             with pytest.raises(neso.AlreadyExists):
                 service.start()
         with pytest.raises((InferenceServerException, OSError)):
-            ask(protocol, port)
+            send_request(protocol, port)
     service.stop()
 
 
 def test_all_frontends_with_in_process_requests(server):
     with frontend("http", server) as http, frontend("grpc", server) as grpc:
         metrics = neso.Metrics(server, neso.Metrics.Options(host="127.0.0.1", port=0)).start()
-        assert ask("http", http.port) == ask("grpc", grpc.port) == [1, 2]
+        assert send_request("http", http.port) == send_request("grpc", grpc.port) == [1, 2]
         (response,) = server.model("identity").infer(inputs={"IN": [3]})
         assert response.outputs["OUT"].numpy().tolist() == [3]
         text = urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics").read().decode()
@@ -103,21 +103,21 @@ def test_all_frontends_with_in_process_requests(server):
         metrics.stop()
 
 
-@pytest.mark.parametrize("protocol", FRONT_ENDS)
+@pytest.mark.parametrize("protocol", FRONTENDS)
 def test_port_in_use(protocol, server):
     with frontend(protocol, server) as service:
         second = frontend(protocol, server, service.port)
         with pytest.raises((BindError, neso.Unavailable), match="in use"):
             second.start()
         second.stop()
-        assert ask(protocol, service.port) == [1, 2]
+        assert send_request(protocol, service.port) == [1, 2]
 
 
-@pytest.mark.parametrize("protocol", FRONT_ENDS)
+@pytest.mark.parametrize("protocol", FRONTENDS)
 def test_stop_waits_for_requests_in_flight(protocol, server, slow):
     service = frontend(protocol, server).start()
     answers = []
-    client = threading.Thread(target=lambda: answers.append(ask(protocol, service_port, "slow")))
+    client = threading.Thread(target=lambda: answers.append(send_request(protocol, service_port, "slow")))
     service_port = service.port
     client.start()
     wait_until((slow / "begun").exists)
@@ -127,12 +127,12 @@ def test_stop_waits_for_requests_in_flight(protocol, server, slow):
     assert answers == [[1, 2]]
 
 
-@pytest.mark.parametrize("protocol", FRONT_ENDS)
+@pytest.mark.parametrize("protocol", FRONTENDS)
 def test_server_stop_stops_frontends(protocol, server, slow):
     service = frontend(protocol, server).start()
     port = service.port
     answers = []
-    client = threading.Thread(target=lambda: answers.append(ask(protocol, port, "slow")))
+    client = threading.Thread(target=lambda: answers.append(send_request(protocol, port, "slow")))
     client.start()
     wait_until((slow / "begun").exists)
     threading.Timer(0.3, (slow / "go").touch).start()
@@ -141,7 +141,7 @@ def test_server_stop_stops_frontends(protocol, server, slow):
     assert answers == [[1, 2]]
     for _ in range(3):  # later calls are rejected without side effects
         with pytest.raises((InferenceServerException, OSError)):
-            ask(protocol, port)
+            send_request(protocol, port)
     service.stop()
     with pytest.raises(neso.Unavailable):
         service.start()
@@ -158,4 +158,4 @@ def test_two_servers_in_one_process(server, tmp_path):
             with grpc_client.InferenceServerClient(f"127.0.0.1:{service.port}") as client:
                 names.append(client.get_server_metadata().name)
         assert names == ["neso", "other"]
-        assert ask("grpc", first.port) == ask("grpc", second.port) == [1, 2]
+        assert send_request("grpc", first.port) == send_request("grpc", second.port) == [1, 2]

@@ -1,4 +1,4 @@
-"""A core with HTTP and gRPC front ends on a thread, which records unexpected log messages."""
+"""A core with HTTP and gRPC frontends on a thread, which records unexpected log messages."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ ensemble_scheduling { step [ {
 MODELS = ("echo", "batched", "sequence", "text", "repeat", "pipeline")
 
 
-class Complaints(logging.Handler):
+class ErrorCollector(logging.Handler):
     """Collects log records with an exception or level ERROR; none are expected."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class FuzzServer:
                 exit_timeout=5.0,
             )
         )
-        self.complaints = Complaints()
+        self.complaints = ErrorCollector()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._idle_tasks = 0
@@ -168,7 +168,7 @@ class FuzzServer:
     def check_idle(self) -> None:
         """Check that no requests and tasks remain after closing the connections."""
         deadline = time.monotonic() + 60
-        while (left := self.call(self._leftovers())) and time.monotonic() < deadline:
+        while (left := self.call(self._unreleased())) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not left, left
 
@@ -190,13 +190,13 @@ class FuzzServer:
 
     async def _good_request(self) -> None:
         import numpy as np
-        from core_requests import ask
+        from core_requests import send_request
 
         array = np.ones(3, np.float32)
-        (response,) = [r async for r in ask(self.core.model("echo"), IN_FP32=array)]
+        (response,) = [r async for r in send_request(self.core.model("echo"), IN_FP32=array)]
         assert response.error is None and (response.output("OUT_FP32").array == array).all()
 
-    async def _leftovers(self) -> list[str]:
+    async def _unreleased(self) -> list[str]:
         left = [
             f"{model.name}: {model.in_flight_count} requests"
             for model in self.core.models()

@@ -137,7 +137,7 @@ def http2(data: bytes) -> None:
     """Frames after the preface. A connection that fails is closed without an internal error."""
 
     async def run() -> None:
-        context = ServerContext(Echo(), Http2Options())
+        context = ServerContext(Echo(), Http2Options(turn=60.0))
         connection, transport = Http2Connection(context), FakeTransport()
         transport.protocol = connection
         connection.connection_made(transport)

@@ -62,7 +62,7 @@ class Message:
     chunks: list[int] | None = None
 
     @property
-    def oddly_framed(self) -> bool:
+    def has_framing_headers(self) -> bool:
         """Return whether the server may expect more bytes, or parse a number of requests other than one."""
         return self.method == b"CONNECT" or any(name in FRAMING_NAMES for name, _ in self.headers)
 

@@ -93,7 +93,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     return config
 
 
-async def load_and_ask(server: FuzzServer, config: str | None, files: dict[str, bytes] | None) -> None:
+async def load_and_infer(server: FuzzServer, config: str | None, files: dict[str, bytes] | None) -> None:
     """Load, send a matching request if possible, unload. Errors must be meant for clients."""
     core = server.core
     try:
@@ -147,10 +147,10 @@ def test_random_configs(server, config, by_file):
     text = text_format.MessageToString(config)
     if by_file:
         _write(server, text)
-        server.call(load_and_ask(server, None, None))
+        server.call(load_and_infer(server, None, None))
     else:
         _write(server, 'backend: "python"')
-        server.call(load_and_ask(server, json_format.MessageToJson(config), None))
+        server.call(load_and_infer(server, json_format.MessageToJson(config), None))
     server.check_sane()
 
 
@@ -165,7 +165,7 @@ def test_mutated_text(server, template, data):
         new = data.draw(st.sampled_from(tokens) | st.text(max_size=3))
         text = text[:low] + new + text[high:]
     _write(server, text)
-    server.call(load_and_ask(server, None, None))
+    server.call(load_and_infer(server, None, None))
     server.check_sane()
 
 
@@ -180,7 +180,7 @@ def test_mutated_text(server, template, data):
 )
 def test_unknown_enum_numbers(server, template, number):
     _write(server, 'backend: "python"\n' + template.format(number=number))
-    server.call(load_and_ask(server, None, None))
+    server.call(load_and_infer(server, None, None))
     server.check_sane()
 
 
@@ -202,7 +202,7 @@ ODD_JSON = st.sampled_from(["", "{", "[]", "null", "{}", '{"backend": 5}', '{"in
 @example("[" * 10_000, {})
 def test_load_requests(server, config, files):
     _write(server, BATCHED)
-    server.call(load_and_ask(server, config, files))
+    server.call(load_and_infer(server, config, files))
     server.check_sane()
 
 
@@ -210,10 +210,10 @@ def test_load_requests(server, config, files):
 def test_unmodified_templates_load(server, template):
     """Otherwise the fuzz tests above would pass trivially."""
     _write(server, 'backend: "python"\n' * ("ensemble" not in template) + template)
-    server.call(load_and_ask_strictly(server))
+    server.call(load_and_infer_strictly(server))
 
 
-async def load_and_ask_strictly(server: FuzzServer) -> None:
+async def load_and_infer_strictly(server: FuzzServer) -> None:
     await server.core.load_model(NAME)
     await server.core.unload_model(NAME)
 

@@ -1,4 +1,4 @@
-"""Fuzzing of the gRPC front end: random fields, bytes and orders."""
+"""Fuzzing of the gRPC frontend: random fields, bytes and orders."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def call(method: Any, message: Any) -> Any:
         return None
 
 
-def asks_for_many(message: Any) -> bool:
+def requests_many_responses(message: Any) -> bool:
     """Return whether the decoupled model would send too many responses to wait for."""
     raw = b"".join(message.raw_input_contents)
     counts = [n for tensor in message.inputs for n in tensor.contents.int_contents]
@@ -125,7 +125,7 @@ def test_infer(server, stub, message):
 @fuzz_settings
 @given(st.lists(infer_requests(), min_size=1, max_size=5), st.booleans(), st.booleans())
 def test_streams(server, stub, messages, status_errors, hang_up):
-    messages = [message for message in messages if not asks_for_many(message)]
+    messages = [message for message in messages if not requests_many_responses(message)]
     metadata = [("triton_grpc_error", "true")] if status_errors else []
     stream = stub.ModelStreamInfer(iter(messages), timeout=TIMEOUT, metadata=metadata)
     try:

@@ -1,4 +1,4 @@
-"""Fuzzing of the HTTP front end: almost valid, truncated and split requests."""
+"""Fuzzing of the HTTP frontend: almost valid, truncated and split requests."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def check(reply: Reply, *, whole: bool = True) -> None:
             check_message(text)
 
 
-def talk(server: FuzzServer, message: Message) -> list[Reply]:
-    patience = 0.3 if message.oddly_framed else None
+def send_message(server: FuzzServer, message: Message) -> list[Reply]:
+    patience = 0.3 if message.has_framing_headers else None
     replies = exchange(server.http.port, [message.encode()], expected=1, patience=patience)
     server.check_sane()
     return replies
@@ -45,8 +45,8 @@ def talk(server: FuzzServer, message: Message) -> list[Reply]:
 @given(messages())
 def test_one_request(server, message):
     message.headers.extend(CLOSE)
-    replies = talk(server, message)
-    odd = message.oddly_framed or message.method == b"HEAD"
+    replies = send_message(server, message)
+    odd = message.has_framing_headers or message.method == b"HEAD"
     assert len(replies) == 1 or odd, replies
     for reply in replies:
         check(reply, whole=not odd)
@@ -64,7 +64,7 @@ def test_any_header_value(server, message, name, value):
     value = value.replace(b"\r", b"").replace(b"\n", b"").replace(b"\0", b"")
     message.headers.append((name, value))
     message.headers.extend(CLOSE)
-    for reply in talk(server, message):
+    for reply in send_message(server, message):
         check(reply)
 
 

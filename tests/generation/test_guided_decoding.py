@@ -78,8 +78,8 @@ def test_values_without_a_constraint(values: dict[str, Any]) -> None:
 
 def test_structural_tags_and_whitespace() -> None:
     for value in (TAG, msgspec.json.encode(TAG).decode()):
-        for asked in ({"structural_tag": value}, {"response_format": value}):
-            guided = SamplingParams.from_mapping(asked).guided_decoding
+        for requested in ({"structural_tag": value}, {"response_format": value}):
+            guided = SamplingParams.from_mapping(requested).guided_decoding
             assert guided is not None and guided.kind == "structural_tag"
             assert msgspec.json.decode(guided.structural_tag) == TAG
     guided = SamplingParams.from_mapping(

@@ -14,14 +14,14 @@ from neso.server.model import Model
 from neso.server.tensor import Tensor
 
 
-def ask(model: Model, *, id: str = "", **arrays: Any) -> ResponseStream:
+def send_request(model: Model, *, id: str = "", **arrays: Any) -> ResponseStream:
     """Submit a request with these arrays."""
     inputs = {name: Tensor.from_numpy(name, array) for name, array in arrays.items()}
     return model.submit(InferenceRequest(model.name, inputs, id=id))
 
 
-def ask_slow(model: Model) -> ResponseStream:
-    return ask(model, IN=np.ones(2, np.float32))
+def send_slow_request(model: Model) -> ResponseStream:
+    return send_request(model, IN=np.ones(2, np.float32))
 
 
 def index_of(core: Core, name: str) -> list[IndexEntry]:

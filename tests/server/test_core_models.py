@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from core_requests import ask, ask_slow, collect, index_of
+from core_requests import collect, index_of, send_request, send_slow_request
 from eventually import until
 from repository_builder import IDENTITY, IDENTITY_TENSORS, RepositoryBuilder
 
@@ -33,7 +33,9 @@ async def test_models_of_a_repository_are_ready(repository, start_core):
     assert core.live() and core.ready()
     assert [model.name for model in core.models()] == ["identity", "repeat", "slow"]
     assert index_of(core, "identity") == [IndexEntry("identity", "1", ModelState.READY)]
-    (response,) = await collect(ask(core.model("identity"), id="7", IN=np.arange(3, dtype=np.float32)))
+    (response,) = await collect(
+        send_request(core.model("identity"), id="7", IN=np.arange(3, dtype=np.float32))
+    )
     assert (response.model_name, response.model_version, response.id) == ("identity", "1", "7")
     assert response.final and response.output("OUT").array.tolist() == [0, 1, 2]
 
@@ -41,7 +43,7 @@ async def test_models_of_a_repository_are_ready(repository, start_core):
 async def test_decoupled_model_streams(repository, start_core):
     repository.add_standard()
     core = await start_core()
-    responses = await collect(ask(core.model("repeat"), COUNT=np.array([3], np.int32)))
+    responses = await collect(send_request(core.model("repeat"), COUNT=np.array([3], np.int32)))
     assert [r.output("OUT").array[0] for r in responses[:3]] == [0, 1, 2]
     assert [r.final for r in responses] == [False, False, False, True]
     assert responses[3].flag_only
@@ -108,7 +110,7 @@ async def test_unknown_models_and_versions(repository, start_core):
             )
             for file in ("../config.pbtxt", "/etc/hostname")
         ),
-        ("version_policy { specific { versions: [4] } }", "wanted 4, found 1"),
+        ("version_policy { specific { versions: [4] } }", "requested 4, found 1"),
         (
             "input { name: 'A' data_type: TYPE_INT8 dims: [4] reshape { shape: [3] } }",
             "different size for dims and reshape",
@@ -287,7 +289,7 @@ async def test_load_with_a_configuration_and_files(repository, start_core):
     assert core.model("identity").config.max_batch_size == 2
     await core.load_model("made", json.dumps(config), {"file:5/model.py": IDENTITY.encode()})
     model = core.model("made", "5")
-    (response,) = await collect(ask(model, IN=np.ones((2, 1), np.float32)))
+    (response,) = await collect(send_request(model, IN=np.ones((2, 1), np.float32)))
     assert response.output("OUT").shape == (2, 1)
     await core.load_model("rooted", json.dumps(config), {"file:/1/model.py": IDENTITY.encode()})
     assert core.model("rooted").ready()
@@ -305,14 +307,14 @@ async def test_reload_does_not_drop_requests_in_flight(repository, start_core):
     repository.add_standard()
     core = await start_core(explicit=True, startup_models=("slow",))
     old = core.model("slow")
-    stream = ask_slow(old)
+    stream = send_slow_request(old)
     repository.add("slow", IDENTITY)
     await core.load_model("slow")
     new = core.model("slow")
     assert new is not old
-    (response,) = await collect(ask(new, IN=np.zeros(1, np.float32)))
+    (response,) = await collect(send_request(new, IN=np.zeros(1, np.float32)))
     assert response.error is None
-    (response,) = await collect(ask(old, IN=np.zeros(1, np.float32)))  # passed on to the successor
+    (response,) = await collect(send_request(old, IN=np.zeros(1, np.float32)))  # passed on to the successor
     assert response.error is None and new.statistics.success.count == 2
     (repository.path / "slow" / "1" / "go").touch()
     (response,) = await collect(stream)
@@ -325,7 +327,7 @@ async def test_a_failed_reload_keeps_the_loaded_versions(repository, start_core)
     repository.add("identity", "import no_such_module")
     with pytest.raises(ServerError, match=r"load failed for model 'identity': .*no_such_module"):
         await core.load_model("identity")
-    (response,) = await collect(ask_slow(core.model("identity")))
+    (response,) = await collect(send_slow_request(core.model("identity")))
     assert response.error is None
     (repository.path / "identity" / "config.pbtxt").write_text("fooo")
     with pytest.raises(ServerError) as raised:
@@ -347,7 +349,7 @@ async def test_a_reload_that_drops_a_version_unloads_it(repository, start_core):
 async def test_unload_waits_for_requests_in_flight(repository, start_core):
     repository.add_standard()
     core = await start_core(explicit=True, startup_models=("slow",))
-    stream = ask_slow(core.model("slow"))
+    stream = send_slow_request(core.model("slow"))
     unloading = asyncio.ensure_future(core.unload_model("slow"))
     await until(lambda: index_of(core, "slow")[0].state is ModelState.UNLOADING)
     await asyncio.sleep(0.05)
@@ -363,7 +365,7 @@ async def test_unload_waits_for_requests_in_flight(repository, start_core):
 async def test_cancellation_reaches_the_model(repository, start_core):
     repository.add_standard()
     core = await start_core()
-    stream = ask_slow(core.model("slow"))
+    stream = send_slow_request(core.model("slow"))
     await until((repository.path / "slow" / "1" / "begun").exists)
     stream.cancel()
     (response,) = await asyncio.wait_for(collect(stream), 60)
@@ -374,7 +376,7 @@ async def test_cancellation_reaches_the_model(repository, start_core):
 async def test_a_request_cancelled_in_the_queue_is_not_executed(repository, start_core):
     repository.add_standard()
     core = await start_core()
-    first, second = ask_slow(core.model("slow")), ask_slow(core.model("slow"))
+    first, second = send_slow_request(core.model("slow")), send_slow_request(core.model("slow"))
     second.cancel()
     first.cancel()
     await collect(first)
@@ -385,7 +387,7 @@ async def test_a_request_cancelled_in_the_queue_is_not_executed(repository, star
 async def test_stop_cancels_requests_after_the_timeout(repository, start_core):
     repository.add_standard()
     core = await start_core(exit_timeout=0.05)
-    stream = ask_slow(core.model("slow"))
+    stream = send_slow_request(core.model("slow"))
     stopped = asyncio.ensure_future(core.stop())
     await asyncio.sleep(0)
     assert not core.live() and not core.ready()

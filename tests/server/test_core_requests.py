@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from core_requests import ask, ask_slow, collect
+from core_requests import collect, send_request, send_slow_request
 from repository_builder import IDENTITY_TENSORS
 
 from neso.generation import GenerationRequest
@@ -91,14 +91,14 @@ async def test_mismatched_requests_are_rejected(add_sub, model, arrays, message)
     if model == "batched" and message.startswith("unexpected shape"):
         arrays = {"A": np.ones(2, np.int32)}
     with pytest.raises(InvalidArgument, match=re.escape(message)) as raised:
-        ask(add_sub.model(model), id="r1", **arrays)
+        send_request(add_sub.model(model), id="r1", **arrays)
     assert raised.value.message.startswith("[request id: r1] ")
     assert add_sub.model(model).statistics.fail.count == 0
 
 
 async def test_requested_outputs(add_sub):
     model = add_sub.model("add_sub")
-    (response,) = await collect(ask(model, A=PAIR, B=PAIR))
+    (response,) = await collect(send_request(model, A=PAIR, B=PAIR))
     assert {t.name: t.array.tolist() for t in response.outputs} == {"SUM": [2, 4], "DIFF": [0, 0]}
     request = InferenceRequest("add_sub", {"A": Tensor.from_numpy("A", PAIR)}, requested_outputs=("DIFF",))
     (response,) = await collect(model.submit(request))
@@ -126,16 +126,16 @@ async def test_reshape_is_reverted_for_outputs(repository, start_core):
         """,
     )
     core = await start_core()
-    (response,) = await collect(ask(core.model("scalar"), IN=np.ones((3, 1), np.float32)))
+    (response,) = await collect(send_request(core.model("scalar"), IN=np.ones((3, 1), np.float32)))
     assert response.error is None and response.output("OUT").shape == (3, 1)
 
 
 async def test_statistics_count_exactly(add_sub, repository):
     model = add_sub.model("batched")
     for batch in (1, 2, 2):
-        await collect(ask(model, A=np.ones((batch, 2), np.int32)))
+        await collect(send_request(model, A=np.ones((batch, 2), np.int32)))
     with pytest.raises(InvalidArgument):
-        ask(model)
+        send_request(model)
     stats = model.statistics.snapshot()
     assert (stats["name"], stats["version"]) == ("batched", "1")
     assert (stats["inference_count"], stats["execution_count"]) == (5, 3)
@@ -156,9 +156,9 @@ async def test_metrics_have_triton_names(repository, start_core):
     repository.add("tagged", config=IDENTITY_TENSORS + 'metric_tags { key: "team" value: "a\\"b" }')
     core = await start_core()
     for _ in range(2):
-        await collect(ask(core.model("identity"), IN=np.ones(1, np.float32)))
-    stream = ask_slow(core.model("slow"))
-    waiting = ask_slow(core.model("slow"))
+        await collect(send_request(core.model("identity"), IN=np.ones(1, np.float32)))
+    stream = send_slow_request(core.model("slow"))
+    waiting = send_slow_request(core.model("slow"))
     text = core.metrics.render().decode()
     assert "# TYPE nv_inference_request_success counter\n" in text
     for line in (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 from repository_builder import RepositoryBuilder
 
 from neso.server.core import Core
@@ -35,7 +35,7 @@ def pair(tmp_path: Path) -> Pair:
 async def values(core: Core) -> list[float]:
     found = []
     for name in ("first", "second"):
-        (response,) = await collect(ask(core.model(name), IN=np.zeros(1, np.float32)))
+        (response,) = await collect(send_request(core.model(name), IN=np.zeros(1, np.float32)))
         assert response.error is None, response.error
         found.append(float(response.output("OUT").array[0]))
     return found

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 from eventually import until
 
 from neso.server.core import Core
@@ -216,7 +216,7 @@ async def test_ignored_fields_are_listed_in_one_warning(repository, start_core, 
     tensors = TENSORS.replace("max_batch_size: 2", "")
     repository.add("m", config=tensors + extra)
     core = await start_core()
-    assert (await collect(ask(core.model("m"), IN=np.ones(1, np.float32))))[0].error is None
+    assert (await collect(send_request(core.model("m"), IN=np.ones(1, np.float32))))[0].error is None
     (warning,) = [record.message for record in caplog.records if "without effect" in record.message]
     assert warning == (
         "model 'm': its configuration has fields without effect: optimization, model_operations, runtime, "

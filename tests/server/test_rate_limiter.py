@@ -38,8 +38,8 @@ def config(*groups: str) -> Any:
     return text_format.Parse('name: "m" ' + " ".join(groups), ModelConfig())
 
 
-def admit(limiter: RateLimiter, *groups: str) -> LimitedInstances:
-    limited = limiter.admit(config(*groups))
+def register(limiter: RateLimiter, *groups: str) -> LimitedInstances:
+    limited = limiter.register(config(*groups))
     assert limited is not None
     return limited
 
@@ -63,23 +63,23 @@ def test_invalid_limits_are_rejected(text: str) -> None:
 
 async def test_instances_without_resources_do_not_wait() -> None:
     limiter = RateLimiter()
-    assert limiter.admit(config(group(count=3))) is None
-    mixed = admit(limiter, group("R:1"), group())
-    assert mixed.take(1) and not mixed.take(0)
+    assert limiter.register(config(group(count=3))) is None
+    mixed = register(limiter, group("R:1"), group())
+    assert mixed.acquire(1) and not mixed.acquire(0)
 
 
 async def test_default_amount_is_the_maximum_need() -> None:
     limiter = RateLimiter()
-    small, large = admit(limiter, group("R:2", count=3)), admit(limiter, group("R:5"))
-    assert [small.take(number) for number in range(3)] == [False] * 3
+    small, large = register(limiter, group("R:2", count=3)), register(limiter, group("R:5"))
+    assert [small.acquire(number) for number in range(3)] == [False] * 3
     await asyncio.sleep(0)
-    assert [small.take(number) for number in range(3)] == [True, True, False]  # 4 of 5 are taken
-    small.withdraw_all()
-    assert not large.take(0)
+    assert [small.acquire(number) for number in range(3)] == [True, True, False]  # 4 of 5 are taken
+    small.cancel_all()
+    assert not large.acquire(0)
     small.release(0)
     small.release(1)
     await asyncio.sleep(0)
-    assert large.take(0)
+    assert large.acquire(0)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_unsatisfiable_needs_are_rejected(given: str, needs: str, amount: int) -
         "the minimum required count is"
     )
     with pytest.raises(InvalidArgument, match=message):
-        RateLimiter(limits(given)).admit(config(needs))
+        RateLimiter(limits(given)).register(config(needs))
 
 
 @pytest.mark.parametrize(
@@ -111,91 +111,91 @@ def test_unsatisfiable_needs_are_rejected(given: str, needs: str, amount: int) -
     ],
 )
 async def test_satisfiable_needs_are_admitted(given: str, needs: str) -> None:
-    RateLimiter(limits(given)).admit(config(needs))
+    RateLimiter(limits(given)).register(config(needs))
 
 
 async def test_a_resource_is_global_or_of_devices() -> None:
     limiter = RateLimiter()
-    first = admit(limiter, group("R:1"))
+    first = register(limiter, group("R:1"))
     with pytest.raises(InvalidArgument, match='"R" is present as both global and device-specific resource'):
-        limiter.admit(config(group("*R:1")))
+        limiter.register(config(group("*R:1")))
     first.close()
-    admit(limiter, group("*R:1"))  # neither the closed model nor the rejected one counts
+    register(limiter, group("*R:1"))  # neither the closed model nor the rejected one counts
 
 
 async def test_resources_are_counted_on_each_device_or_once() -> None:
     limiter = RateLimiter(limits("R:1 G:1"))
-    on_devices = admit(limiter, group("R:1", gpu=0), group("R:1", gpu=1))
-    globally = admit(limiter, group("*G:1", gpu=0), group("*G:1", gpu=1))
+    on_devices = register(limiter, group("R:1", gpu=0), group("R:1", gpu=1))
+    globally = register(limiter, group("*G:1", gpu=0), group("*G:1", gpu=1))
     for limited in (on_devices, globally):
-        limited.take(0), limited.take(1)
+        limited.acquire(0), limited.acquire(1)
     await asyncio.sleep(0)
-    assert [on_devices.take(0), on_devices.take(1)] == [True, True]
-    assert [globally.take(0), globally.take(1)] == [True, False]
+    assert [on_devices.acquire(0), on_devices.acquire(1)] == [True, True]
+    assert [globally.acquire(0), globally.acquire(1)] == [True, False]
 
 
 async def test_instances_with_other_resources_overtake() -> None:
     limiter = RateLimiter(limits("R:2 S:1"))
     holder, wants_all, wants_one, elsewhere = (
-        admit(limiter, group(needs)) for needs in ("R:1", "R:2", "R:1", "S:1")
+        register(limiter, group(needs)) for needs in ("R:1", "R:2", "R:1", "S:1")
     )
-    holder.take(0)
+    holder.acquire(0)
     await asyncio.sleep(0)
-    assert holder.take(0)
+    assert holder.acquire(0)
     for limited in (wants_all, wants_one, elsewhere):
-        limited.take(0)
+        limited.acquire(0)
     await asyncio.sleep(0)
-    assert elsewhere.take(0)
-    assert not wants_one.take(0)  # it would fit, but the earlier request has reserved it
+    assert elsewhere.acquire(0)
+    assert not wants_one.acquire(0)  # it would fit, but the earlier request has reserved it
     holder.release(0)
     await asyncio.sleep(0)
-    assert wants_all.take(0) and not wants_one.take(0)
+    assert wants_all.acquire(0) and not wants_one.acquire(0)
 
 
-async def test_withdraw_releases_the_reservation() -> None:
+async def test_cancel_releases_the_reservation() -> None:
     limiter = RateLimiter(limits("R:2"))
-    holder, wants_all, wants_one = (admit(limiter, group(needs)) for needs in ("R:1", "R:2", "R:1"))
-    told = []
-    wants_one.on_grant = lambda: told.append(True)
-    holder.take(0)
+    holder, wants_all, wants_one = (register(limiter, group(needs)) for needs in ("R:1", "R:2", "R:1"))
+    granted = []
+    wants_one.on_grant = lambda: granted.append(True)
+    holder.acquire(0)
     await asyncio.sleep(0)
-    assert holder.take(0) and not wants_all.take(0) and not wants_one.take(0)
-    wants_all.withdraw(0)
+    assert holder.acquire(0) and not wants_all.acquire(0) and not wants_one.acquire(0)
+    wants_all.cancel(0)
     await asyncio.sleep(0)
-    assert told and wants_one.take(0)
+    assert granted and wants_one.acquire(0)
 
 
 async def test_unused_grants_are_released() -> None:
     limiter = RateLimiter()
-    first, second = admit(limiter, group("R:1")), admit(limiter, group("R:1"))
-    first.take(0)
+    first, second = register(limiter, group("R:1")), register(limiter, group("R:1"))
+    first.acquire(0)
     await asyncio.sleep(0)
-    first.withdraw_all()
-    second.take(0)
+    first.cancel_all()
+    second.acquire(0)
     await asyncio.sleep(0)
-    assert second.take(0)
+    assert second.acquire(0)
 
 
 async def test_unload_releases_resources_and_maximum() -> None:
     limiter = RateLimiter()
-    large, small = admit(limiter, group("R:4")), admit(limiter, group("R:1", count=4))
-    large.take(0)
+    large, small = register(limiter, group("R:4")), register(limiter, group("R:1", count=4))
+    large.acquire(0)
     await asyncio.sleep(0)
-    assert large.take(0)
-    small.take_any()
+    assert large.acquire(0)
+    small.acquire_any()
     large.close()
     await asyncio.sleep(0)
     # The maximum is 1 now, not 4.
-    assert small.take_any() is not None and small.take_any() is None
+    assert small.acquire_any() is not None and small.acquire_any() is None
     large.release(0)  # late: it has nothing to release
     await asyncio.sleep(0)
-    assert small.take_any() is None
+    assert small.acquire_any() is None
 
 
 @pytest.mark.parametrize("priorities", [(1, 1), (1, 2), (1, 3), (2, 5), (0, 4)])
 async def test_priority_2_executes_half_as_often(priorities: tuple[int, int]) -> None:
     limiter = RateLimiter()
-    pair = [admit(limiter, group("R:1", priority=priority)) for priority in priorities]
+    pair = [register(limiter, group("R:1", priority=priority)) for priority in priorities]
     executions = await compete(limiter, pair, 120)
     first, second = (max(priority, 1) for priority in priorities)
     expected = 120 * second / (first + second)
@@ -204,25 +204,25 @@ async def test_priority_2_executes_half_as_often(priorities: tuple[int, int]) ->
 
 async def test_idle_instances_do_not_accumulate_turns() -> None:
     limiter = RateLimiter()
-    old = admit(limiter, group("R:1"))
+    old = register(limiter, group("R:1"))
     await compete(limiter, [old], 1000)
-    new = admit(limiter, group("R:1"))
+    new = register(limiter, group("R:1"))
     executions = await compete(limiter, [old, new], 20)
     assert executions[old] == executions[new] == 10
 
 
 async def test_large_needs_do_not_starve() -> None:
     limiter = RateLimiter(limits("R:2"))
-    small = [admit(limiter, group("R:1")) for _ in range(2)]
-    large = admit(limiter, group("R:2"))
+    small = [register(limiter, group("R:1")) for _ in range(2)]
+    large = register(limiter, group("R:2"))
     executing: list[LimitedInstances] = []
     for number in range(100):  # without a reservation, one of the small ones would always execute
         for limited in small:
-            limited.take(0) if limited not in executing else None
+            limited.acquire(0) if limited not in executing else None
         await asyncio.sleep(0)
-        if large.take(0):
+        if large.acquire(0):
             break
-        executing += [limited for limited in small if limited not in executing and limited.take(0)]
+        executing += [limited for limited in small if limited not in executing and limited.acquire(0)]
         if len(executing) > 1 or number > 50:
             executing.pop(0).release(0)
     else:
@@ -237,9 +237,9 @@ async def compete(
     executions: Counter[LimitedInstances] = Counter()
     for _ in range(rounds):
         for limited in models:
-            limited.take(0)
+            limited.acquire(0)
         await asyncio.sleep(0)
-        (winner,) = [limited for limited in models if limited.take(0)]
+        (winner,) = [limited for limited in models if limited.acquire(0)]
         executions[winner] += 1
         winner.release(0)
     return executions
@@ -264,17 +264,17 @@ def test_amounts_are_respected_and_all_instances_execute(models: list[Any], seed
         amounts = {"R": 4, "S": 5, "*G": 4}
         # By model: needs and device of each instance.
         books = [
-            [(wanted, device) for wanted, device, _, count in of_model for _ in range(count)]
+            [(expected, device) for expected, device, _, count in of_model for _ in range(count)]
             for of_model in models
         ]
         instances = [
-            admit(
+            register(
                 limiter,
                 *(
                     group(
-                        " ".join(f"{k}:{n}" for k, n in wanted.items()), gpu=device, priority=p, count=count
+                        " ".join(f"{k}:{n}" for k, n in expected.items()), gpu=device, priority=p, count=count
                     )
-                    for wanted, device, p, count in of_model
+                    for expected, device, p, count in of_model
                 ),
             )
             for of_model in models
@@ -285,13 +285,13 @@ def test_amounts_are_respected_and_all_instances_execute(models: list[Any], seed
         for _ in range(150):
             await asyncio.sleep(0)
             for who in everybody:  # all idle instances always request an execution
-                if who not in executing and instances[who[0]].take(who[1]):
+                if who not in executing and instances[who[0]].acquire(who[1]):
                     executing.add(who)
                     waited[who] = 0
             held: Counter[tuple[str, int]] = Counter()
             for m, number in executing:
-                wanted, device = books[m][number]
-                for name, count in wanted.items():
+                expected, device = books[m][number]
+                for name, count in expected.items():
                     held[name, -1 if name.startswith("*") else device] += count
             assert all(count <= amounts[name] for (name, _), count in held.items())
             for who in everybody:

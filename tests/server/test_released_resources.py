@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import psutil
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 from eventually import until
 from repository_builder import IDENTITY, IDENTITY_TENSORS, RepositoryBuilder
 
@@ -42,7 +42,7 @@ def add_heavy(repository: RepositoryBuilder, config: str = "", code: str = HEAVY
 async def use(core: Core, batches: bool) -> list[weakref.ref[object]]:
     """Send a request; return weak references to the objects of the model."""
     model = core.model("m")
-    (response,) = await collect(ask(model, IN=np.zeros((1, 3) if batches else 3, np.float32)))
+    (response,) = await collect(send_request(model, IN=np.zeros((1, 3) if batches else 3, np.float32)))
     assert response.error is None, response.error
     return [
         weakref.ref(model),
@@ -59,7 +59,7 @@ def model_threads() -> int:
     return sum(thread.is_alive() for thread in threads)
 
 
-def taken() -> dict[str, int]:
+def resources_in_use() -> dict[str, int]:
     """Return the resources that must not increase."""
     process = psutil.Process()
     return {
@@ -69,9 +69,9 @@ def taken() -> dict[str, int]:
     }
 
 
-def no_more_than(before: dict[str, int]) -> bool:
+def at_most(before: dict[str, int]) -> bool:
     """Compare the resources; there may be fewer if those of an earlier test were released meanwhile."""
-    return all(count <= before[name] for name, count in taken().items())
+    return all(count <= before[name] for name, count in resources_in_use().items())
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ async def test_python_models(repository: RepositoryBuilder, start_core, config: 
         await use(core, "dynamic" in config)
         await core.unload_model("m")
     gc.collect()
-    before = taken()
+    before = resources_in_use()
     tracemalloc.start()
     try:
         for _ in range(15):
@@ -103,13 +103,13 @@ async def test_python_models(repository: RepositoryBuilder, start_core, config: 
         assert tracemalloc.get_traced_memory()[0] < MEGABYTES << 20
     finally:
         tracemalloc.stop()
-    await until(lambda: no_more_than(before))
+    await until(lambda: at_most(before))
 
 
 async def test_replaced_models(repository: RepositoryBuilder, start_core) -> None:
     add_heavy(repository)
     core = await start_core(explicit=True, startup_models=("m",))
-    before = taken()
+    before = resources_in_use()
     for index in range(5):
         objects = await use(core, False)
         add_heavy(repository, f"parameters {{ key: 'n' value {{ string_value: '{index}' }} }}")
@@ -117,7 +117,7 @@ async def test_replaced_models(repository: RepositoryBuilder, start_core) -> Non
         await asyncio.gather(*core._lifecycle._retiring)
         await until(lambda objects=objects: objects[-1]() is None)
         assert [ref() for ref in objects] == [None, None, None]
-    await until(lambda: no_more_than(before))
+    await until(lambda: at_most(before))
 
 
 async def test_models_that_failed_to_load(repository: RepositoryBuilder, start_core) -> None:

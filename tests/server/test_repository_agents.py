@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 import numpy as np
-from core_requests import ask, collect, index_of
+from core_requests import collect, index_of, send_request
 from repository_builder import CONSTANT, IDENTITY_TENSORS
 
 from neso.server.repository_agents import RepositoryAgent
@@ -78,7 +78,7 @@ async def test_third_party_agent(repository, start_core, monkeypatch):
     repository.add("bad", config=agent("rewriter", fail="yes"))
     core = await start_core(explicit=True, startup_models=("m", "bad"))
     assert index_of(core, "bad")[0].reason == "repository agent 'rewriter' failed: KeyError: 'key'"
-    (response,) = await collect(ask(core.model("m"), IN=np.zeros(1, np.float32)))
+    (response,) = await collect(send_request(core.model("m"), IN=np.zeros(1, np.float32)))
     assert response.output("OUT").array[0] == 7
     (folder,) = Rewriter.folders
     assert folder.is_dir()

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 
 from neso.server.statistics import MAX_RESPONSES, ResponseOutcome, ResponseStatistics, Timeline
 
@@ -65,7 +65,7 @@ async def test_statistics_by_response_index(core):
     took = []
     for numbers in ([30, 1], [30]):
         started = time.monotonic_ns()
-        await collect(ask(core.model("paced"), COUNT=np.array(numbers, np.int32)))
+        await collect(send_request(core.model("paced"), COUNT=np.array(numbers, np.int32)))
         took.append(time.monotonic_ns() - started)
     stats = response_stats(core)
     assert list(stats) == ["0", "1", "2"] and list(stats["0"]) == NAMES
@@ -81,8 +81,8 @@ async def test_statistics_by_response_index(core):
 
 
 async def test_failed_and_cancelled_responses(core):
-    await collect(ask(core.model("paced"), COUNT=np.array([0, -1], np.int32)))
-    stream = ask(core.model("paced"), COUNT=np.array([0, 0, -2], np.int32))
+    await collect(send_request(core.model("paced"), COUNT=np.array([0, -1], np.int32)))
+    stream = send_request(core.model("paced"), COUNT=np.array([0, 0, -2], np.int32))
     for _ in range(2):
         await anext(stream)
     stream.cancel()
@@ -95,7 +95,7 @@ async def test_failed_and_cancelled_responses(core):
 async def test_non_decoupled_models_have_no_response_statistics(repository, start_core):
     repository.add_standard()
     core = await start_core()
-    await collect(ask(core.model("identity"), IN=np.ones(1, np.float32)))
+    await collect(send_request(core.model("identity"), IN=np.ones(1, np.float32)))
     assert response_stats(core, "identity") == {}
 
 

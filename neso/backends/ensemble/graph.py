@@ -98,7 +98,7 @@ class EnsembleGraph:
                 if tensor not in self.inputs and tensor not in self._producers:
                     raise InvalidArgument(
                         f"in ensemble '{self.name}', tensor '{tensor}', which step {step.index} ('{step.model}') "
-                        "reads, is no input of the ensemble and no step produces it"
+                        "reads, is neither an input of the ensemble nor produced by a step"
                     )
         for tensor in self.outputs:
             if tensor not in self._producers and tensor not in self.inputs:
@@ -111,7 +111,7 @@ class EnsembleGraph:
             ready = [step for step in left if known.issuperset(step.inputs.values())]
             if not ready:
                 raise InvalidArgument(
-                    f"in ensemble '{self.name}', steps wait for each other in a circle: "
+                    f"in ensemble '{self.name}', steps wait for each other in a cycle: "
                     + ", ".join(f"{step.index} ('{step.model}')" for step in left)
                 )
             for step in ready:

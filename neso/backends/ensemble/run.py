@@ -38,14 +38,14 @@ FindModel = Callable[[str, str], "Model"]
 class Scope:
     """Tensors by name, with fallback to the parent scope. `absent`: names of absent tensors."""
 
-    __slots__ = ("_parent", "absent", "answered", "children", "started", "tensors")
+    __slots__ = ("_parent", "absent", "children", "responded", "started", "tensors")
 
     def __init__(self, parent: Scope | None = None) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.absent: set[str] = set()
         self.children: dict[Scope, None] = {}  # ordered set of the scopes without a response
         self.started: set[int] = set()
-        self.answered = False
+        self.responded = False
         self._parent = parent
         if parent is not None:
             parent.children[self] = None
@@ -68,7 +68,7 @@ class Scope:
 
     def close(self) -> None:
         """Mark the response of the scope as sent and detach the scope from its parent."""
-        self.answered = True
+        self.responded = True
         if self._parent is not None:
             self._parent.children.pop(self, None)
 
@@ -86,7 +86,7 @@ class EnsembleRun:
         self._running: Counter[int] = Counter()  # executions in flight, by step
         # Queued executions by step, limited by max_inflight.
         self._waiting: dict[int, deque[tuple[Scope, dict[str, Tensor]]]] = {}
-        self._answers = 0
+        self._num_responses = 0
         self._compute = (0, 0, 0)  # compute input, infer and output durations of the steps, in ns
         # Nesting depth of `_processing`: a step can respond while another step is being started.
         self._depth = 0
@@ -133,8 +133,8 @@ class EnsembleRun:
                     if given:
                         self._begin(step, scope, given)
                     else:
-                        self._settle(step, scope, {})
-        self._answer(scope)
+                        self._store_outputs(step, scope, {})
+        self._respond(scope)
         for child in tuple(scope.children):
             self._advance(child, steps)
 
@@ -161,7 +161,7 @@ class EnsembleRun:
                     self._add_durations(stream)
                 if response.outputs and not self._stream.closed:
                     outputs = {tensor.name: tensor for tensor in response.outputs}
-                    self._settle(step, Scope(scope) if model.decoupled else scope, outputs)
+                    self._store_outputs(step, Scope(scope) if model.decoupled else scope, outputs)
                 if response.final:
                     self._streams.discard(stream)
                     self._ended(step)
@@ -225,7 +225,7 @@ class EnsembleRun:
         model = self._find_model(producer.model, producer.version)
         return model.signature.max_batch_size > 0
 
-    def _settle(self, step: Step, scope: Scope, outputs: dict[str, Tensor]) -> None:
+    def _store_outputs(self, step: Step, scope: Scope, outputs: dict[str, Tensor]) -> None:
         """Store the outputs of a step, mark missing outputs as absent, and start the steps that read them."""
         readers: dict[int, Step] = {}
         for output, name in step.outputs.items():
@@ -238,9 +238,9 @@ class EnsembleRun:
                 readers[reader.index] = reader
         self._advance(scope, [readers[index] for index in sorted(readers)])
 
-    def _answer(self, scope: Scope) -> None:
+    def _respond(self, scope: Scope) -> None:
         """Send the response of a scope if all requested outputs are known and at least one is new in this scope."""
-        if scope.answered or self._stream.closed:
+        if scope.responded or self._stream.closed:
             return
         outputs = []
         for name in self._requested:
@@ -250,10 +250,12 @@ class EnsembleRun:
                 outputs.append(Tensor(name, tensor.datatype, array))
             elif not scope.lacks(name):
                 return
-        if not outputs or (self._answers and not any(name in scope.tensors for name in self._requested)):
+        if not outputs or (
+            self._num_responses and not any(name in scope.tensors for name in self._requested)
+        ):
             return
         scope.close()
-        self._answers += 1
+        self._num_responses += 1
         self._stream.send(
             InferenceResponse("", "", outputs=outputs, parameters=self._parameters()),
             final=not self._decoupled,

@@ -32,7 +32,7 @@ class LlmBackend(EngineBackend):
     def submit(self, stream: ResponseStream) -> None:
         if not self.engine.info.generates:
             raise InvalidArgument(
-                f"model '{self.context.name}' gives vectors, not text: serve it by the backend 'embedding'"
+                f"model '{self.context.name}' is an embedding model; use the backend 'embedding'"
             )
         request = read_tensors(stream.request)
         tensors = ResponseTensors(request)

@@ -18,6 +18,7 @@ from neso.backends.option_files import (
     log_default_sampling,
     read_object,
     resolve_generation_config,
+    resolve_processors,
     resolve_relative,
 )
 from neso.backends.request_tensors import tensor_error_text
@@ -47,7 +48,7 @@ from neso.server.errors import Cancelled, InternalError, InvalidArgument, NotFou
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 
-FRONT_END_PARAMETERS = ("tool_call_parser", "reasoning_parser")
+FRONTEND_PARAMETERS = ("tool_call_parser", "reasoning_parser")
 """Model parameters for the OpenAI frontend; they are not engine options."""
 
 
@@ -64,7 +65,7 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
     options |= {
         name: value.string_value
         for name, value in config.parameters.items()
-        if name not in FRONT_END_PARAMETERS
+        if name not in FRONTEND_PARAMETERS
     }
     adapters = read_object(version_directory / "multi_lora.json")
     if adapters and str(options.get("enable_lora", "")).lower() in ("true", "1"):
@@ -86,7 +87,8 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
             name: str(resolve_relative(path, version_directory) or path)
             for name, path in engine.lora.lora_modules.items()
         }
-        return replace(engine, lora=replace(engine.lora, lora_modules=paths))
+        processors = resolve_processors(engine.logits_processors, version_directory)
+        return replace(engine, lora=replace(engine.lora, lora_modules=paths), logits_processors=processors)
     except (ModelNotFound, ValueError) as error:
         raise InvalidArgument(str(error)) from None
 
@@ -114,14 +116,16 @@ class _EngineRequest:
         stream.on_close = self._on_close
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
-        """Tokenize the request and send it to the engine."""
+        """Tokenize the request, a long prompt in a thread, and send it to the engine."""
+        if is_slow(request):
+            self._backend.request_tasks.start(self._stream, self._submit_in_thread(request))
+            return
         try:
             self._send(self._engine.process(request))
         except Exception as error:
             self._fail(error)
 
-    async def submit_in_thread(self, request: GenerationRequest | PoolingRequest) -> None:
-        """Like `submit`, but tokenize in a thread."""
+    async def _submit_in_thread(self, request: GenerationRequest | PoolingRequest) -> None:
         try:
             state = await asyncio.to_thread(self._engine.process, request)
             if not self._stream.closed:
@@ -312,17 +316,7 @@ class EngineBackend(Backend):
         The request is aborted when the stream is cancelled or closed.
         """
         assert self._metrics is not None, "the model is not loaded"
-        self._submit(
-            stream, request, _EngineRequest(self, stream, deliver, RequestTimer(self._metrics, request))
-        )
-
-    def _submit(
-        self, stream: ResponseStream, request: GenerationRequest | PoolingRequest, submission: _EngineRequest
-    ) -> None:
-        if is_slow(request):
-            self.request_tasks.start(stream, submission.submit_in_thread(request))
-        else:
-            submission.submit(request)
+        _EngineRequest(self, stream, deliver, RequestTimer(self._metrics, request)).submit(request)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """See `LanguageModel.generate`. Errors of the engine are raised as `ServerError`."""
@@ -380,7 +374,7 @@ class EngineBackend(Backend):
             metrics.observe_pooled(output.num_prompt_tokens, (time.monotonic_ns() - started) * 1e-9)
             stream.send(InferenceResponse(name, version, result=output), final=True)
 
-        self._submit(stream, request, _EngineRequest(self, stream, deliver))
+        _EngineRequest(self, stream, deliver).submit(request)
 
     async def pool(self, request: PoolingRequest) -> PooledOutput:
         """See `PoolingModel.pool`. Errors of the engine are raised as `ServerError`."""

@@ -137,7 +137,7 @@ def _tensors(weights: npt.NDArray[Any] | None, config: npt.NDArray[np.int32] | N
     if weights is None and config is None:
         return None
     if weights is None or config is None:
-        raise InvalidArgument("lora_weights: must come together with lora_config")
+        raise InvalidArgument("lora_weights: must be sent together with lora_config")
     rows, columns = weights, config
     # Can have a batch dimension of 1; newer clients add a fourth column, the DoRA flag.
     if rows.ndim == 3 and len(rows) == 1:
@@ -168,7 +168,7 @@ def read_draft(ids: Any, logits: Any, threshold: Any) -> DraftTokens | None:
     """Read draft tokens from the values of `DRAFT_NAMES`, each an array, a list or None. Raises `InvalidArgument`."""
     if ids is None:
         if threshold is not None or logits is not None:
-            raise InvalidArgument("draft_input_ids: must come with the other tensors of a draft")
+            raise InvalidArgument("draft_input_ids: must be sent with the other tensors of a draft")
         return None
     try:
         tokens = np.asarray(ids).reshape(-1)
@@ -185,13 +185,13 @@ def read_draft(ids: Any, logits: Any, threshold: Any) -> DraftTokens | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorRequest:
-    """A text-generation request with the tensors of `INPUTS`. `wanted`: names of the outputs other than text_output."""
+    """A text-generation request with the tensors of `INPUTS`. `requested`: names of outputs besides text_output."""
 
     generation: GenerationRequest
     prompt: str
     stream: bool
     exclude_input: bool
-    wanted: frozenset[str]
+    requested: frozenset[str]
 
 
 SCALAR_INPUTS: dict[str, type] = {
@@ -226,7 +226,7 @@ def read_tensors(request: InferenceRequest) -> TensorRequest:
 def read_scalars(request: InferenceRequest, scalars: Mapping[str, Any]) -> TensorRequest:
     """Read a request whose `SCALAR_INPUTS` are Python values. Raises `InvalidArgument`."""
     prompt: str = scalars["text_input"]
-    wanted = {
+    requested = {
         name.removeprefix("return_")
         for name, value in scalars.items()
         if name.startswith("return_") and value
@@ -234,8 +234,8 @@ def read_scalars(request: InferenceRequest, scalars: Mapping[str, Any]) -> Tenso
     values = _sampling_values(request, scalars)
     lora = requested_adapter(request, values)
     draft = _draft(request, values)
-    request_logprobs(values, wanted)
-    for name in wanted & {"context_logits", "generation_logits"}:
+    request_logprobs(values, requested)
+    for name in requested & {"context_logits", "generation_logits"}:
         values[f"return_{name}"] = True
     try:
         sampling = SamplingParams.from_mapping(values)
@@ -255,7 +255,7 @@ def read_scalars(request: InferenceRequest, scalars: Mapping[str, Any]) -> Tenso
         prompt=prompt,
         stream=bool(scalars.get("stream", False)),
         exclude_input=bool(scalars.get("exclude_input_in_output", True)),
-        wanted=frozenset(wanted),
+        requested=frozenset(requested),
     )
 
 
@@ -286,7 +286,10 @@ _NOT_SCALAR = frozenset(
 
 def _draft(request: InferenceRequest, values: dict[str, Any]) -> DraftTokens | None:
     """Read draft tokens from TensorRT-LLM's tensors or (except logits) `values`, and remove them from `values`."""
-    given = {name: values.pop(name, None) for name in ("draft_input_ids", "draft_acceptance_threshold")}
+    ids, threshold = values.pop("draft_input_ids", None), values.pop("draft_acceptance_threshold", None)
+    if ids is None and threshold is None and request.inputs.keys().isdisjoint(DRAFT_NAMES):
+        return None
+    given = {"draft_input_ids": ids, "draft_acceptance_threshold": threshold}
     for name in DRAFT_NAMES:
         tensor = request.inputs.get(name)
         if tensor is not None:

@@ -64,19 +64,19 @@ class ResponseTensors:
         """Return `text_output` and the requested outputs."""
         sequences = self._sequences
         self._sequences = [_Sequence(cumulative_logprob=s.cumulative_logprob) for s in sequences]
-        wanted = self._request.wanted
+        requested = self._request.requested
         tensors = [Tensor.from_strings("text_output", [s.text for s in sequences])]
-        if "finish_reason" in wanted:
+        if "finish_reason" in requested:
             tensors.append(Tensor.from_strings("finish_reason", [s.finish_reason for s in sequences]))
-        if "cumulative_logprob" in wanted:
+        if "cumulative_logprob" in requested:
             values = np.array([s.cumulative_logprob for s in sequences], np.float32)
             tensors.append(Tensor("cumulative_logprob", DataType.FP32, values))
-        if "logprobs" in wanted:
+        if "logprobs" in requested:
             tensors.append(Tensor.from_strings("logprobs", [_as_json(s.logprobs) for s in sequences]))
-        if "num_input_tokens" in wanted:
+        if "num_input_tokens" in requested:
             count = np.array([self._usage.prompt_tokens], np.uint32)
             tensors.append(Tensor("num_input_tokens", DataType.UINT32, count))
-        if "num_output_tokens" in wanted:
+        if "num_output_tokens" in requested:
             counts = np.array([s.num_tokens for s in sequences], np.uint32)
             tensors.append(Tensor("num_output_tokens", DataType.UINT32, counts))
         if self._request.generation.draft is not None:
@@ -102,7 +102,7 @@ class ResponseFields:
     """
 
     def __init__(self, request: TensorRequest) -> None:
-        self._wanted = request.wanted
+        self._requested = request.requested
         self._num_sequences = request.generation.sampling.n
         self._prefix = "" if request.exclude_input else request.prompt
 
@@ -112,13 +112,13 @@ class ResponseFields:
         for delta in output.outputs:
             sequences[delta.index].extend(delta)
         fields: dict[str, list[Any]] = {"text_output": [s.text for s in sequences]}
-        if "finish_reason" in self._wanted:
+        if "finish_reason" in self._requested:
             fields["finish_reason"] = [s.finish_reason for s in sequences]
-        if "logprobs" in self._wanted:
+        if "logprobs" in self._requested:
             fields["logprobs"] = [_as_json(s.logprobs) for s in sequences]
-        if "num_input_tokens" in self._wanted:
+        if "num_input_tokens" in self._requested:
             fields["num_input_tokens"] = [output.usage.prompt_tokens]
-        if "num_output_tokens" in self._wanted:
+        if "num_output_tokens" in self._requested:
             fields["num_output_tokens"] = [s.num_tokens for s in sequences]
         return {name: values[0] if len(values) == 1 else values for name, values in fields.items()}
 

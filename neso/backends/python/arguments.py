@@ -38,7 +38,7 @@ def as_list(values: Iterable[Item], item_type: type[Item], name: str) -> list[It
             raise TritonModelException(f"{name} must not contain None")
         if not isinstance(item, item_type):
             raise TypeError(
-                f"{name} must hold pb_utils.{item_type.__name__} objects, got {type(item).__name__}"
+                f"{name} must contain pb_utils.{item_type.__name__} objects, got {type(item).__name__}"
             )
     return items
 

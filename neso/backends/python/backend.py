@@ -98,7 +98,7 @@ class PythonBackend(Backend):
     def submit(self, request: ResponseStream) -> None:
         """Queue a request for any instance, or for the first instance if the scheduler assigns instances."""
         self._instances.put(WorkItem([request]), 0 if self.context.assigns_instances else None)
-        request.fail_on_cancel_while_queued()
+        request.request.on_cancel(request.fail_if_queued)
 
     def execute(
         self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None

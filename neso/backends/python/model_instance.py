@@ -109,9 +109,9 @@ class ModelInstance:
         """
         is_ready = getattr(self._model, "is_ready", None)
         if is_ready is None:
-            answer: Future[bool] = Future()
-            answer.set_result(True)
-            return answer
+            ready: Future[bool] = Future()
+            ready.set_result(True)
+            return ready
         if self._readiness is None or self._readiness.done():
             self._readiness = Future()
             threading.Thread(
@@ -122,7 +122,7 @@ class ModelInstance:
             ).start()
         return self._readiness
 
-    def _call_is_ready(self, is_ready: Callable[[], Any], answer: Future[bool]) -> None:
+    def _call_is_ready(self, is_ready: Callable[[], Any], result: Future[bool]) -> None:
         try:
             with model_folder(self._code.folder), server_access(self._access):
                 ready = is_ready()
@@ -140,7 +140,7 @@ class ModelInstance:
         except Exception as error:
             logger.error("is_ready of '%s' failed", self.name, exc_info=error)
             ready = False
-        answer.set_result(ready)
+        result.set_result(ready)
 
     def _load_and_serve(self) -> None:
         try:
@@ -207,14 +207,14 @@ class ModelInstance:
 
     def _drop_cancelled(self, streams: Sequence[RequestStream]) -> list[Responder]:
         """Return the responders of the requests that are not cancelled. Fail the other requests."""
-        wanted = []
+        active = []
         for stream in streams:
             responder = Responder(stream, self._outputs)
-            if responder.cancelled:
+            if stream.request.cancelled:
                 responder.fail(Cancelled(NEVER_EXECUTED))  # no effect if it has already failed
             else:
-                wanted.append(responder)
-        return wanted
+                active.append(responder)
+        return active
 
     def _await(
         self, coroutine: Coroutine[Any, Any, Any], responders: list[Responder], on_executed: OnExecuted | None
@@ -245,7 +245,7 @@ class ModelInstance:
             on_executed(responders[0].stream.timeline)
         for response, responder in zip(result or (), responders, strict=False):
             if response is not None:  # None: the response is sent by a response sender, or later
-                self._answer(response, responder)
+                self._send(response, responder)
         if self._outputs.reschedule is not None:
             for responder in responders:
                 responder.reschedule_if_requested()
@@ -274,7 +274,7 @@ class ModelInstance:
                     f"'{type(response).__name__}'."
                 )
 
-    def _answer(self, response: InferenceResponse, responder: Responder) -> None:
+    def _send(self, response: InferenceResponse, responder: Responder) -> None:
         """Send the response of one request. An invalid response fails only this request."""
         try:
             if responder.rescheduled:

@@ -122,7 +122,7 @@ class InferenceRequest:
 
     def is_cancelled(self) -> bool:
         """Return whether the request was cancelled."""
-        return self._responder is not None and self._responder.cancelled
+        return self._responder is not None and self._responder.stream.request.cancelled
 
     def get_response_sender(self) -> ResponseSender:
         """Return a sender of responses for any thread, during or after `execute`."""

@@ -113,11 +113,10 @@ class ModelOutputs:
 
     def convert(self, response: InferenceResponse) -> ServerResponse:
         """Convert to the server's response. Undeclared outputs are dropped, as in Triton."""
-        error = response.error()
-        if error is not None:
-            return ServerResponse("", "", error=error.to_server(), parameters=response._parameters)
+        if response._error is not None:
+            return ServerResponse("", "", error=response._error.to_server(), parameters=response._parameters)
         outputs = []
-        for tensor in response.output_tensors():
+        for tensor in response._output_tensors:
             expected = self.datatypes.get(tensor.name())
             if expected is not None:
                 output = tensor.to_server()
@@ -157,10 +156,6 @@ class Responder:
         self._released = False  # returned to the scheduler
         self._outputs = outputs
 
-    @property
-    def cancelled(self) -> bool:
-        return self.stream.request.cancelled
-
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
         """Send a response, the final flag, or both.
 
@@ -178,7 +173,7 @@ class Responder:
         self.closed = final
         if not self.ended:
             self.ended = converted.final = final or not self._outputs.decoupled
-            self._post(converted)
+            self._outputs.post(self.stream, converted)
 
     def set_reschedule(self, reschedule: bool) -> None:
         """Set whether to execute the request again. Raises `TritonModelException` if not supported."""
@@ -200,10 +195,7 @@ class Responder:
         self.closed = True
         if not self.ended:
             self.ended = True
-            self._post(ServerResponse("", "", error=error, final=True))
-
-    def _post(self, response: ServerResponse) -> None:
-        self._outputs.post(self.stream, response)
+            self._outputs.post(self.stream, ServerResponse("", "", error=error, final=True))
 
     def __del__(self) -> None:
         if not self.ended and not self._released:
@@ -234,4 +226,4 @@ class ResponseSender:
 
     def is_cancelled(self) -> bool:
         """Return whether the request was cancelled."""
-        return self._responder.cancelled
+        return self._responder.stream.request.cancelled

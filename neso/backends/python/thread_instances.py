@@ -159,9 +159,9 @@ class ThreadInstancePool(InstancePool):
         return any(thread.alive for thread in self._threads)
 
     async def check_ready(self) -> bool:
-        answers = [thread.instance.check_ready() for thread in self._threads if thread.alive]
+        results = [thread.instance.check_ready() for thread in self._threads if thread.alive]
         # Shielded: if this caller times out, the next caller can use the result.
-        waiting = [asyncio.shield(asyncio.wrap_future(answer)) for answer in answers]
+        waiting = [asyncio.shield(asyncio.wrap_future(result)) for result in results]
         return all(await asyncio.gather(*waiting))
 
     async def stop(self) -> None:
@@ -185,18 +185,17 @@ class InstanceThread:
         self.ended: Future[None] = Future()
         # A daemon thread: a model that never returns from execute must not keep the server from exiting.
         self._thread = threading.Thread(target=self._run, name=f"model-{self.instance.name}", daemon=True)
+        self.alive = False
 
     def start(self) -> None:
+        self.alive = True
         self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             self.instance.run()
         finally:
+            self.alive = False
             self.ended.set_result(None)
 
 

@@ -60,7 +60,7 @@ class TensorBackend(Backend):
         loop = asyncio.get_running_loop()
         work = self._threads[0].work if self.context.assigns_instances else self._work
         work.put(BatchWork([request], lambda outcome: _post(loop, partial(_send_responses, outcome))))
-        request.fail_on_cancel_while_queued()
+        request.request.on_cancel(request.fail_if_queued)
 
     def execute(
         self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None

@@ -51,29 +51,29 @@ class Executor:
 
     def execute(self, model: TensorModel, streams: list[ResponseStream]) -> Outcome:
         """Execute the requests that are not cancelled. Does not raise."""
-        wanted = [stream for stream in streams if not stream.request.cancelled]
+        active = [stream for stream in streams if not stream.request.cancelled]
         responses = self._fail(
             [stream for stream in streams if stream.request.cancelled], Cancelled(NEVER_EXECUTED)
         )
-        if not wanted:
+        if not active:
             return Outcome(responses)
         started = time.monotonic_ns()
-        for stream in wanted:
+        for stream in active:
             stream.timeline.compute_start = started
         try:
-            batch = Batch.collect(wanted, self._signature, self._config)
+            batch = Batch.collect(active, self._signature, self._config)
             input_end = time.monotonic_ns()
             outputs = model.run(batch.inputs)
             output_start = time.monotonic_ns()
             parts = batch.scatter(self._checked(outputs))
         except BaseException as error:  # also SystemExit: a model must not end the instance thread
-            return Outcome(responses + self._fail(wanted, self._server_error(error, model)))
-        for stream, tensors in zip(wanted, parts, strict=True):
+            return Outcome(responses + self._fail(active, self._server_error(error, model)))
+        for stream, tensors in zip(active, parts, strict=True):
             stream.timeline.input_end = input_end
             stream.timeline.output_start = output_start
             response = InferenceResponse(self._name, self._version, outputs=tensors, final=True)
             responses.append((stream, response))
-        return Outcome(responses, batch.size, wanted[0].timeline)
+        return Outcome(responses, batch.size, active[0].timeline)
 
     def _checked(self, outputs: Arrays) -> Arrays:
         """Return the configured outputs. Raises `ServerError` for missing outputs and wrong datatypes."""
@@ -152,15 +152,13 @@ class InstanceThread:
         self._executor = executor
         # A daemon thread: a model that never returns must not keep the server from exiting.
         self._thread = threading.Thread(target=self._run, name=f"model-{name}", daemon=True)
+        self.alive = False
 
     def start(self) -> None:
         for future in (self.started, self.ended):
             future.set_running_or_notify_cancel()  # make them uncancellable
+        self.alive = True
         self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
 
     def _run(self) -> None:
         model: TensorModel | None = None
@@ -177,6 +175,7 @@ class InstanceThread:
                 del work  # do not keep the requests alive while waiting
         finally:
             self._unload(model)
+            self.alive = False
             self.ended.set_result(None)
 
     def _server_error(self, error: BaseException) -> ServerError:

@@ -23,7 +23,7 @@ from neso.backends.tensorrtllm.token_request import (
     TokenRequest,
     convert_error,
 )
-from neso.backends.tensorrtllm.token_response import AnswerFormat, RequestAnswer, RowAnswer
+from neso.backends.tensorrtllm.token_response import ResponseSender, RowResponses, TensorFormat
 from neso.engine.config import EngineConfig
 from neso.generation import InvalidParameter, LoraRequest
 from neso.server.backend import ModelContext
@@ -71,7 +71,7 @@ class TensorRtLlmBackend(EngineBackend):
         if not self.engine.info.generates:
             await self.unload()
             raise InvalidArgument(
-                "gpt_model_path: the model gives vectors: serve it by the backend 'embedding'"
+                "gpt_model_path: the model is an embedding model; use the backend 'embedding'"
             )
         config = self.context.config
         batched = bool(config.max_batch_size)
@@ -88,7 +88,7 @@ class TensorRtLlmBackend(EngineBackend):
             for tensor in config.output
             if tensor.name in ("context_logits", "generation_logits")
         }
-        self._format = AnswerFormat(batched, self.engine.info.block_size, logits)
+        self._format = TensorFormat(batched, self.engine.info.block_size, logits)
         if self._settings.lora_prefetch_dir is not None:
             await self._load_adapters(self._settings.lora_prefetch_dir)
 
@@ -123,24 +123,24 @@ class TensorRtLlmBackend(EngineBackend):
         task.add_done_callback(lambda _: self._running.remove(request.id, running))
 
     async def _run(self, stream: ResponseStream, rows: list[TokenRequest], running: RunningRequest) -> None:
-        answer = RequestAnswer(self.context, stream, rows, self._format)
+        sender = ResponseSender(self.context, stream, rows, self._format)
         try:
             running.begin()
             if len(rows) == 1:
-                await self._generate_row(rows[0], answer, answer.rows[0])
+                await self._generate_row(rows[0], sender, sender.rows[0])
             else:
-                await _all(map(self._generate_row, rows, repeat(answer), answer.rows))
+                await _all(map(self._generate_row, rows, repeat(sender), sender.rows))
         except asyncio.CancelledError:
             if not running.stopped:
                 raise
-            answer.end()
+            sender.end()
         except InvalidParameter as error:
             raise convert_error(error) from None
 
-    async def _generate_row(self, request: TokenRequest, answer: RequestAnswer, row: RowAnswer) -> None:
+    async def _generate_row(self, request: TokenRequest, sender: ResponseSender, row: RowResponses) -> None:
         async with aclosing(self.generate(request.generation)) as outputs:
             async for output in outputs:
-                answer.take(row, output)
+                sender.add(row, output)
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neso.backends.option_files import resolve_generation_config, resolve_relative
+from msgspec.structs import replace
+
+from neso.backends.option_files import resolve_generation_config, resolve_processors, resolve_relative
 from neso.backends.tensorrtllm.parameters import BY_NAME, DECODING_MODES, is_unset
 from neso.engine.config import EngineConfig
 from neso.engine.core.scheduler_config import SchedulerConfig
@@ -67,7 +69,7 @@ class _Reader:
             elif name in known:
                 self._options[name] = value.string_value
             else:
-                self._warnings.append(f"parameter '{name}' is not known, it is ignored")
+                self._warnings.append(f"parameter '{name}' is unknown and ignored")
         self._reject_unsupported()
         model = model_files(self._values.get("gpt_model_path"), *self._places)
         self._complete(model)
@@ -75,9 +77,10 @@ class _Reader:
             engine = EngineConfig.from_options(str(model), self._options)
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
+        processors = resolve_processors(engine.logits_processors, *self._places)
         prefetch = self._values.get("lora_prefetch_dir")
         return Settings(
-            engine,
+            replace(engine, logits_processors=processors),
             max_beam_width=self._values.get("max_beam_width", 1),
             exclude_input_in_output=self._values.get("exclude_input_in_output", False),
             decoding_mode=self._values.get("decoding_mode", "auto"),
@@ -239,7 +242,7 @@ def model_files(path: str | None, version_directory: Path, model_directory: Path
     if resolved.is_dir() and not (resolved / "config.json").is_file():
         unset = "is not set, and " if path is None else ""
         raise InvalidArgument(
-            f"gpt_model_path: {unset}{resolved} holds no model (no config.json); {EXPECTED_MODEL}"
+            f"gpt_model_path: {unset}{resolved} contains no model (no config.json); {EXPECTED_MODEL}"
         )
     return resolved
 
@@ -256,5 +259,5 @@ def _reject_trt_engine(directory: Path) -> None:
         return
     if isinstance(config, dict) and ("pretrained_config" in config or "mapping" in config):
         raise InvalidArgument(
-            f"gpt_model_path: {directory} holds a model that was converted for TensorRT-LLM; {EXPECTED_MODEL}"
+            f"gpt_model_path: {directory} contains a model that was converted for TensorRT-LLM; {EXPECTED_MODEL}"
         )

@@ -39,6 +39,7 @@ _SAMPLING = (
 
 _NAMES = {
     "length_penalty": "len_penalty",
+    "logits_processor": "logits_post_processor_name",
     "lora_name": "lora_task_id",
     "max_tokens": "request_output_len",
     "n": "num_return_sequences",
@@ -94,7 +95,7 @@ class TokenRequest:
 
     - prompt: as sent; the prompt of `generation` has virtual tokens instead of tokens outside the vocabulary
     - end_id: token that ends the sequence and is not part of the output; `NO_END` for none
-    - wanted: names of the inputs `return_<name>` that are true
+    - requested: names of the inputs `return_<name>` that are true
     """
 
     generation: GenerationRequest
@@ -103,7 +104,7 @@ class TokenRequest:
     exclude_input: bool
     end_id: int
     pad_id: int
-    wanted: frozenset[str]
+    requested: frozenset[str]
 
     @property
     def num_responses(self) -> int:
@@ -191,10 +192,10 @@ class RequestReader:
         # Preprocessing sends one decoder start token for all models; decoder-only models ignore it.
         if row.has("decoder_input_ids") and row.array("decoder_input_ids").size > 1:
             raise InvalidArgument("decoder_input_ids: models with an encoder are not run")
-        wanted, streaming = row.wanted(), bool(row.scalar("streaming", False))
+        requested, streaming = row.requested(), bool(row.scalar("streaming", False))
         end_id = row.scalar("end_id", NO_END)
         try:
-            sampling = SamplingParams.from_mapping(self._sampling(row, end_id, wanted))
+            sampling = SamplingParams.from_mapping(self._sampling(row, end_id, requested))
             retention = row.retention()
         except InvalidParameter as error:
             if error.field == "min_tokens" and not row.has("min_tokens"):
@@ -221,7 +222,7 @@ class RequestReader:
             exclude_input=bool(row.scalar("exclude_input_in_output", self._settings.exclude_input_in_output)),
             end_id=end_id,
             pad_id=row.scalar("pad_id", NO_END),
-            wanted=wanted,
+            requested=requested,
         )
 
     def _embeddings_of(
@@ -247,7 +248,7 @@ class RequestReader:
         ids = [token if known else vocab_size for token, known in zip(prompt, inside, strict=True)]
         return ids, np.zeros((1, embeddings.hidden_size), np.float32)
 
-    def _sampling(self, row: _Row, end_id: int, wanted: frozenset[str]) -> dict[str, Any]:
+    def _sampling(self, row: _Row, end_id: int, requested: frozenset[str]) -> dict[str, Any]:
         values: dict[str, Any] = {
             # TensorRT-LLM's defaults that differ from Neso's.
             "min_tokens": 1,
@@ -267,13 +268,13 @@ class RequestReader:
                 values[name.removesuffix("_list")] = read_words(name, row.array(name))
         if row.has("embedding_bias"):
             values["embedding_bias"] = row.array("embedding_bias")
-        for name in ("guided_decoding_guide_type", "guided_decoding_guide"):
+        for name in ("guided_decoding_guide_type", "guided_decoding_guide", "logits_post_processor_name"):
             if row.has(name):
                 values[name] = row.text(name)
-        if "log_probs" in wanted:
+        if "log_probs" in requested:
             values["logprobs"] = 0
             values["normalize_logprobs"] = self._settings.normalize_log_probs
-        for name in wanted & {"context_logits", "generation_logits"}:
+        for name in requested & {"context_logits", "generation_logits"}:
             values[f"return_{name}"] = True
         return values
 
@@ -368,7 +369,7 @@ class _Row:
         prompt: list[int] = ids[:length].tolist()
         return prompt
 
-    def wanted(self) -> frozenset[str]:
+    def requested(self) -> frozenset[str]:
         names = (name for name in self.request.inputs if name.startswith("return_"))
         return frozenset(name.removeprefix("return_") for name in names if self.scalar(name, False))
 

@@ -23,7 +23,7 @@ NUM_PRECEDING = 8
 """Length of `preceding_ids`: sufficient context to detokenize the next tokens."""
 
 
-class AnswerFormat:
+class TensorFormat:
     """Tensor format of a model.
 
     - batched: tensors have a batch dimension of 1
@@ -55,14 +55,14 @@ class AnswerFormat:
 
 
 @dataclass(slots=True)
-class _Gained:
+class _PendingOutput:
     """Tokens and scores of a sequence since its last response."""
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     logits: list[FloatRows] = field(default_factory=list)
     cum_log_prob: float = 0.0
-    answered: bool = False
+    ended: bool = False
 
     def add(self, delta: Completion, end_id: int) -> None:
         """Add a delta, without the end token."""
@@ -87,7 +87,7 @@ class _Gained:
             self.logits = []
 
 
-class RowAnswer:
+class RowResponses:
     """Collects the output of one row and creates its responses.
 
     Each sequence has separate responses: one per step if streaming, otherwise one at the end. All beams share one
@@ -96,17 +96,17 @@ class RowAnswer:
     """
 
     def __init__(
-        self, request: TokenRequest, format: AnswerFormat, row: int | None, *, send_preceding: bool = False
+        self, request: TokenRequest, format: TensorFormat, row: int | None, *, send_preceding: bool = False
     ) -> None:
         """`row`: batch index; None for a batch of one. `send_preceding`: add the output `preceding_ids`."""
         sampling = request.generation.sampling
         self._request, self._format, self._row = request, format, row
         self._beams = sampling.uses_beams
         self._streams = request.streaming and not self._beams
-        self._in_front = [] if request.exclude_input or self._streams else request.prompt
-        self._sequences = [_Gained() for _ in range(sampling.n)]
-        tails = send_preceding and not self._in_front
-        self._tails = [request.prompt[-NUM_PRECEDING:] for _ in self._sequences] if tails else None
+        self._prefix = [] if request.exclude_input or self._streams else request.prompt
+        self._sequences = [_PendingOutput() for _ in range(sampling.n)]
+        keeps_last = send_preceding and not self._prefix
+        self._last_tokens = [request.prompt[-NUM_PRECEDING:] for _ in self._sequences] if keeps_last else None
         self._context_logits: FloatRows | None = None
         self._usage = Usage(len(request.prompt))
         self._arrived = time.monotonic_ns()
@@ -114,7 +114,7 @@ class RowAnswer:
         self.num_open = request.num_responses
         """Number of unfinished sequences."""
 
-    def take(self, output: GenerationOutput) -> Iterator[list[Tensor]]:
+    def add(self, output: GenerationOutput) -> Iterator[list[Tensor]]:
         """Add an engine output and yield the tensors of complete responses."""
         self._usage = output.usage
         if not self._first:
@@ -134,73 +134,73 @@ class RowAnswer:
         if self._beams and output.finished:
             yield self._respond(range(len(sequences)), ends=True)
 
-    def rest(self) -> Iterator[list[Tensor]]:
+    def final_responses(self) -> Iterator[list[Tensor]]:
         """Yield the final responses of a stopped request."""
         if self._beams:
             if self.num_open:
                 yield self._respond(range(len(self._sequences)), ends=True)
             return
         for index, sequence in enumerate(self._sequences):
-            if not sequence.answered:
+            if not sequence.ended:
                 yield self._respond(range(index, index + 1), ends=True)
 
     def _respond(self, indices: range, *, ends: bool) -> list[Tensor]:
-        gained = [self._sequences[index] for index in indices]
+        pending = [self._sequences[index] for index in indices]
         if ends:
             self.num_open -= 1
-        tensors = self._tokens(gained)
-        if self._tails is not None:
-            tensors.append(self._preceding(indices.start, gained[0]))
-        if self._request.wanted:
-            tensors += self._wanted(gained)
+        tensors = self._tokens(pending)
+        if self._last_tokens is not None:
+            tensors.append(self._preceding(indices.start, pending[0]))
+        if self._request.requested:
+            tensors += self._requested_outputs(pending)
         if self._row is not None:
             tensors.append(self._format.scalar("batch_index", DataType.INT32, self._row))
         if self._request.num_responses > 1:
             tensors.append(self._format.scalar("sequence_index", DataType.INT32, indices.start))
-        for sequence in gained:
+        for sequence in pending:
             sequence.clear()
-            sequence.answered = ends
+            sequence.ended = ends
         return tensors
 
-    def _tokens(self, gained: list[_Gained]) -> list[Tensor]:
+    def _tokens(self, pending: list[_PendingOutput]) -> list[Tensor]:
         """Return `output_ids` int32[sequences, tokens] and `sequence_length` int32[sequences]."""
-        rows = [self._in_front + sequence.tokens for sequence in gained]
+        rows = [self._prefix + sequence.tokens for sequence in pending]
         ids = np.array(rows, np.int32) if len(rows) == 1 else _padded(rows, self._request.pad_id)
         return [
             self._format.tensor("output_ids", DataType.INT32, ids),
             self._format.lengths([len(row) for row in rows]),
         ]
 
-    def _preceding(self, index: int, gained: _Gained) -> Tensor:
+    def _preceding(self, index: int, pending: _PendingOutput) -> Tensor:
         """Return `preceding_ids` int32[<= NUM_PRECEDING]: the preceding tokens; for beams, the end of the prompt."""
-        assert self._tails is not None
-        tail = self._tails[index]
-        self._tails[index] = (tail + gained.tokens)[-NUM_PRECEDING:]
-        return self._format.tensor("preceding_ids", DataType.INT32, np.array(tail, np.int32))
+        assert self._last_tokens is not None
+        preceding = self._last_tokens[index]
+        self._last_tokens[index] = (preceding + pending.tokens)[-NUM_PRECEDING:]
+        return self._format.tensor("preceding_ids", DataType.INT32, np.array(preceding, np.int32))
 
-    def _wanted(self, gained: list[_Gained]) -> list[Tensor]:
+    def _requested_outputs(self, pending: list[_PendingOutput]) -> list[Tensor]:
         """Return the outputs requested by inputs `return_<name>`."""
-        wanted, format = self._request.wanted, self._format
+        requested, format = self._request.requested, self._format
         tensors = []
-        if "log_probs" in wanted:
-            sums = np.array([sequence.cum_log_prob for sequence in gained], np.float32)
+        if "log_probs" in requested:
+            sums = np.array([sequence.cum_log_prob for sequence in pending], np.float32)
             tensors.append(format.tensor("cum_log_probs", DataType.FP32, sums))
-            each = _padded_floats([np.array(sequence.log_probs, np.float32) for sequence in gained])
+            each = _padded_floats([np.array(sequence.log_probs, np.float32) for sequence in pending])
             tensors.append(format.tensor("output_log_probs", DataType.FP32, each))
         if self._context_logits is not None:
             tensors.append(format.floats("context_logits", self._context_logits))
             if self.num_open == 0 or self._streams:
                 self._context_logits = None
-        if "generation_logits" in wanted:
-            rows = [np.concatenate(sequence.logits) for sequence in gained if sequence.logits]
+        if "generation_logits" in requested:
+            rows = [np.concatenate(sequence.logits) for sequence in pending if sequence.logits]
             if rows:
                 tensors.append(format.floats("generation_logits", _padded_floats(rows)))
-        if "num_input_tokens" in wanted:
+        if "num_input_tokens" in requested:
             tensors.append(format.scalar("num_input_tokens", DataType.INT32, len(self._request.prompt)))
-        if "num_output_tokens" in wanted:
-            count = sum(len(sequence.tokens) for sequence in gained)
+        if "num_output_tokens" in requested:
+            count = sum(len(sequence.tokens) for sequence in pending)
             tensors.append(format.scalar("num_output_tokens", DataType.INT32, count))
-        if wanted & {"perf_metrics", "kv_cache_reuse_stats"}:
+        if requested & {"perf_metrics", "kv_cache_reuse_stats"}:
             tensors += self._performance()
         return tensors
 
@@ -241,7 +241,7 @@ def _padded_floats(rows: list[FloatRows]) -> FloatRows:
     return padded
 
 
-class RequestAnswer:
+class ResponseSender:
     """Sends the responses of all rows of a request. The response that ends the last sequence is final."""
 
     def __init__(
@@ -249,27 +249,27 @@ class RequestAnswer:
         context: ModelContext,
         stream: ResponseStream,
         requests: list[TokenRequest],
-        format: AnswerFormat,
+        format: TensorFormat,
     ) -> None:
         self._model, self._version, self._stream = context.name, context.version, stream
         several = len(requests) > 1
         preceding = "preceding_ids" in stream.request.requested_outputs
         self.rows = [
-            RowAnswer(request, format, number if several else None, send_preceding=preceding)
+            RowResponses(request, format, number if several else None, send_preceding=preceding)
             for number, request in enumerate(requests)
         ]
         stream.begin_generation(None if several else requests[0].generation)
 
-    def take(self, row: RowAnswer, output: GenerationOutput) -> None:
+    def add(self, row: RowResponses, output: GenerationOutput) -> None:
         """Add an engine output of a row and send the complete responses."""
         self._stream.observe_generation(output)
-        for tensors in row.take(output):
+        for tensors in row.add(output):
             self._send(tensors)
 
     def end(self) -> None:
         """Send the final responses of a stopped request."""
         for row in self.rows:
-            for tensors in row.rest():
+            for tensors in row.final_responses():
                 self._send(tensors)
 
     def _send(self, tensors: list[Tensor]) -> None:

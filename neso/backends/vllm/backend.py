@@ -192,9 +192,9 @@ class VllmBackend(Backend):
     # -- tensor requests ----------------------------------------------------------------------------------------
 
     def submit(self, request: ResponseStream) -> None:
-        self.request_tasks.start(request, self._answer(request))
+        self.request_tasks.start(request, self._respond(request))
 
-    async def _answer(self, stream: ResponseStream) -> None:
+    async def _respond(self, stream: ResponseStream) -> None:
         """Process one request. Errors are sent as a response."""
         stream.timeline.response_start = stream.timeline.queue_start
         try:
@@ -237,7 +237,7 @@ class VllmBackend(Backend):
         lora = None if request.lora is None else self._adapters.find(request.lora)
         if self._language_model is None:
             raise InvalidArgument(
-                f"model '{self.context.name}' gives vectors, not text: send embedding_request"
+                f"model '{self.context.name}' is an embedding model; send embedding_request"
             )
         values = parse_sampling_values(request.values, self._sampling_types, self._structured_output_fields)
         params = self.engine.sampling_params(values, stream=request.stream)
@@ -263,7 +263,7 @@ class VllmBackend(Backend):
 
     async def _embed(self, stream: ResponseStream, request: EmbeddingRequest) -> None:
         if "embed" not in self.engine.tasks:
-            raise InvalidArgument(f"model '{self.context.name}' gives no embeddings")
+            raise InvalidArgument(f"model '{self.context.name}' does not support embeddings")
         key = "prompt" if isinstance(request.prompt, str) else "prompt_token_ids"
         output = await self.engine.encode(
             {key: request.prompt},
@@ -272,7 +272,7 @@ class VllmBackend(Backend):
         )
         stream.timeline.compute_start = stream.timeline.compute_start or time.monotonic_ns()
         values = vector_of(output).tolist()
-        tensors = embedding_tensors(values, len(output.prompt_token_ids), request.wanted)
+        tensors = embedding_tensors(values, len(output.prompt_token_ids), request.requested)
         self._send(stream, tensors, final=True)
 
     def _send(self, stream: ResponseStream, tensors: list[Tensor], *, final: bool) -> None:

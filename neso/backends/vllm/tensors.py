@@ -69,7 +69,7 @@ class TextRequest:
     """A text-generation request.
 
     - prepend_prompt: text_output starts with the prompt
-    - wanted: names of requested outputs other than text_output
+    - requested: names of requested outputs other than text_output
     - values: sampling parameters as sent by the client
     """
 
@@ -77,7 +77,7 @@ class TextRequest:
     images: tuple[str, ...]
     stream: bool
     prepend_prompt: bool
-    wanted: frozenset[str]
+    requested: frozenset[str]
     values: dict[str, Any]
     lora: str | None
 
@@ -88,16 +88,16 @@ class EmbeddingRequest:
 
     prompt: str | list[int]
     dimensions: int | None
-    wanted: frozenset[str]
+    requested: frozenset[str]
 
 
 def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
     """Parse the inputs and parameters of a request. Raises `InvalidArgument`."""
-    wanted = frozenset(
+    requested = frozenset(
         name for name in REQUESTABLE_OUTPUTS if bool_input(request, f"return_{name}", default=False)
     )
     if "embedding_request" in request.inputs:
-        return _read_embedding_request(request, wanted)
+        return _read_embedding_request(request, requested)
     stream = bool_input(request, "stream", default=False)
     prepend_prompt = not bool_input(request, "exclude_input_in_output", default=stream)
     if stream and prepend_prompt:
@@ -106,20 +106,20 @@ def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
     lora = values.pop("lora_name", None)
     if lora is not None and not isinstance(lora, str):
         raise InvalidArgument("lora_name: must be a string")
-    request_logprobs(values, wanted)
+    request_logprobs(values, requested)
     images = request.inputs.get("image")
     return TextRequest(
         prompt=text_input(request, "text_input"),
         images=() if images is None else tuple(images.strings()),
         stream=stream,
         prepend_prompt=prepend_prompt,
-        wanted=wanted,
+        requested=requested,
         values=values,
         lora=lora,
     )
 
 
-def _read_embedding_request(request: InferenceRequest, wanted: frozenset[str]) -> EmbeddingRequest:
+def _read_embedding_request(request: InferenceRequest, requested: frozenset[str]) -> EmbeddingRequest:
     body = json_input(request, "embedding_request")
     prompt: Any = body.get("input")
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
@@ -131,7 +131,7 @@ def _read_embedding_request(request: InferenceRequest, wanted: frozenset[str]) -
         dimensions = dimensions[0]
     if dimensions is not None and type(dimensions) is not int:
         raise InvalidArgument("embedding_request: 'dimensions' must be an integer")
-    return EmbeddingRequest(prompt, dimensions, wanted)
+    return EmbeddingRequest(prompt, dimensions, requested)
 
 
 def _sampling_values(request: InferenceRequest) -> dict[str, Any]:
@@ -159,40 +159,40 @@ class ResponseTensors:
 
     def of(self, output: Any) -> list[Tensor]:
         """Return the tensors of a `RequestOutput`: `text_output` and the requested outputs."""
-        wanted, n = self._request.wanted, self._n
+        requested, n = self._request.requested, self._n
         new = {completion.index: completion for completion in output.outputs}
         prefix = self._request.prompt if self._request.prepend_prompt else ""
         texts = [prefix + new[i].text if i in new else prefix for i in range(n)]
         tensors = [Tensor.from_strings("text_output", texts)]
-        if not wanted:
+        if not requested:
             return tensors
         for i, completion in new.items():
             self._finish_reasons[i] = completion.finish_reason or self._finish_reasons[i]
             if completion.cumulative_logprob is not None:
                 self._cumulative[i] = completion.cumulative_logprob
-        if "finish_reason" in wanted:
+        if "finish_reason" in requested:
             # As in Triton, the reason of an unfinished sequence is the text "None".
             tensors.append(Tensor.from_strings("finish_reason", list(map(str, self._finish_reasons))))
-        if "cumulative_logprob" in wanted:
+        if "cumulative_logprob" in requested:
             values = np.array(self._cumulative, np.float32)
             tensors.append(Tensor("cumulative_logprob", DataType.FP32, values))
-        if "logprobs" in wanted:
+        if "logprobs" in requested:
             written = [_as_json(new[i].logprobs if i in new else ()) for i in range(n)]
             tensors.append(Tensor.from_strings("logprobs", written))
-        if "num_input_tokens" in wanted:
+        if "num_input_tokens" in requested:
             tensors.append(_counts("num_input_tokens", [len(output.prompt_token_ids or ())]))
-        if "num_output_tokens" in wanted:
+        if "num_output_tokens" in requested:
             counts = [len(new[i].token_ids) if i in new else 0 for i in range(n)]
             tensors.append(_counts("num_output_tokens", counts))
         return tensors
 
 
-def embedding_tensors(values: Sequence[float], num_tokens: int, wanted: frozenset[str]) -> list[Tensor]:
+def embedding_tensors(values: Sequence[float], num_tokens: int, requested: frozenset[str]) -> list[Tensor]:
     """Return the response tensors of an embedding: JSON text in `text_output`."""
     tensors = [Tensor.from_strings("text_output", [orjson.dumps(list(values)).decode()])]
-    if "num_input_tokens" in wanted:
+    if "num_input_tokens" in requested:
         tensors.append(_counts("num_input_tokens", [num_tokens]))
-    if "num_output_tokens" in wanted:
+    if "num_output_tokens" in requested:
         tensors.append(_counts("num_output_tokens", [0]))
     return tensors
 

@@ -118,13 +118,13 @@ default_memory_allocators: dict[MemoryType, MemoryAllocator] = {MemoryType.CPU: 
 
 def _copy_to_allocated(allocator: MemoryAllocator, name: str, tensor: Tensor) -> Tensor:
     """Copy a tensor into a new buffer of `allocator`. Raises `ServerError` if the buffer is unsuitable."""
-    wanted = (tensor.size, tensor.memory_type, tensor.memory_type_id)
+    arguments = (tensor.size, tensor.memory_type, tensor.memory_type_id)
     try:
-        signature(allocator.allocate).bind(*wanted, name)
+        signature(allocator.allocate).bind(*arguments, name)
     except TypeError:
-        buffer = allocator.allocate(*wanted)
+        buffer = allocator.allocate(*arguments)
     else:
-        buffer = allocator.allocate(*wanted, name)
+        buffer = allocator.allocate(*arguments, name)
     source = tensor.memory_buffer
     if buffer.memory_type is MemoryType.GPU or source.memory_type is MemoryType.GPU:
         raise Unsupported("memory allocators must give memory on the host")

@@ -109,6 +109,10 @@ class ModelLoadDeviceLimit:
     fraction: float
 
 
+_IGNORED = {"ignored": True}
+"""Metadata of options without effect in Neso."""
+
+
 @dataclass
 class Options:
     """Server options with Triton's names and defaults. Validated by `Server.start`."""
@@ -120,19 +124,19 @@ class Options:
     strict_model_config: bool = False
     rate_limiter_mode: RateLimitMode = RateLimitMode.OFF
     rate_limiter_resources: list[RateLimiterResource] = field(default_factory=list)
-    pinned_memory_pool_size: int = 1 << 28
-    cuda_memory_pool_sizes: dict[int, int] = field(default_factory=dict)
+    pinned_memory_pool_size: int = field(default=1 << 28, metadata=_IGNORED)
+    cuda_memory_pool_sizes: dict[int, int] = field(default_factory=dict, metadata=_IGNORED)
     cache_config: dict[str, dict[str, Any]] = field(default_factory=dict)
-    cache_directory: str = "/opt/tritonserver/caches"
-    min_supported_compute_capability: float = 6.0
+    cache_directory: str = field(default="/opt/tritonserver/caches", metadata=_IGNORED)
+    min_supported_compute_capability: float = field(default=6.0, metadata=_IGNORED)
     exit_on_error: bool = True
     strict_readiness: bool = True
     exit_timeout: int = 30
-    buffer_manager_thread_count: int = 0
+    buffer_manager_thread_count: int = field(default=0, metadata=_IGNORED)
     model_load_thread_count: int = 4
     model_load_retry_count: int = 0
     model_namespacing: bool = False
-    enable_peer_access: bool = True
+    enable_peer_access: bool = field(default=True, metadata=_IGNORED)
     log_file: str | None = None
     log_info: bool = False
     log_warn: bool = False
@@ -144,10 +148,10 @@ class Options:
     cpu_metrics: bool = True
     metrics_interval: int = 2000
     backend_directory: str = "/opt/tritonserver/backends"
-    repo_agent_directory: str = "/opt/tritonserver/repoagents"
-    model_load_device_limits: list[ModelLoadDeviceLimit] = field(default_factory=list)
+    repo_agent_directory: str = field(default="/opt/tritonserver/repoagents", metadata=_IGNORED)
+    model_load_device_limits: list[ModelLoadDeviceLimit] = field(default_factory=list, metadata=_IGNORED)
     backend_configuration: dict[str, dict[str, str]] = field(default_factory=dict)
-    host_policies: dict[str, dict[str, str]] = field(default_factory=dict)
+    host_policies: dict[str, dict[str, str]] = field(default_factory=dict, metadata=_IGNORED)
     metrics_configuration: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def to_neso(self) -> ServerOptions:
@@ -157,7 +161,7 @@ class Options:
         """
         for option in fields(self):
             self._check_type(option)
-            if option.name not in _USED and getattr(self, option.name) != _default_of(option):
+            if "ignored" in option.metadata and getattr(self, option.name) != _default_of(option):
                 warnings.warn(f"tritonserver.Options: {option.name} has no effect in Neso", stacklevel=4)
         cache = self._cache()
         explicit = self.model_control_mode is ModelControlMode.EXPLICIT
@@ -239,33 +243,4 @@ def _default_of(option: Field[Any]) -> Any:
 _RATE_LIMITS = {
     RateLimitMode.OFF: NesoRateLimit.OFF,
     RateLimitMode.EXEC_COUNT: NesoRateLimit.EXECUTION_COUNT,
-}
-_USED = {
-    "model_repository",
-    "server_id",
-    "model_control_mode",
-    "startup_models",
-    "strict_model_config",
-    "cache_config",
-    "rate_limiter_mode",
-    "rate_limiter_resources",
-    "exit_on_error",
-    "strict_readiness",
-    "exit_timeout",
-    "metrics",
-    "gpu_metrics",
-    "cpu_metrics",
-    "metrics_interval",
-    "metrics_configuration",
-    "log_file",
-    "log_info",
-    "log_warn",
-    "log_error",
-    "log_format",
-    "log_verbose",
-    "backend_configuration",
-    "backend_directory",
-    "model_load_thread_count",
-    "model_load_retry_count",
-    "model_namespacing",
 }

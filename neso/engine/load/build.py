@@ -163,7 +163,7 @@ def _stored_tensors(spec: DecoderSpec) -> list[tuple[str, tuple[int, ...], bool]
 
 
 def _tensors(source: TensorSource, name: str, shape: tuple[int, ...], rounded: bool) -> Tensors:
-    """Return the tensors that are written for a weight: the weight itself, or codes and scales."""
+    """Yield the tensors that are written for a weight: the weight itself, or codes and scales."""
     if len(shape) == 1:
         vector = np.empty(shape, np.float32)
         source.read_float32(name, vector)

@@ -118,7 +118,7 @@ def open_image(image: Any, max_pixels: int = MAX_PIXELS) -> Image:
         return opened.convert("RGB")
     except UnidentifiedImageError:
         raise InvalidParameter(
-            "images", f"an image cannot be read: it is none of {', '.join(FORMATS)}"
+            "images", f"an image cannot be read: expected one of {', '.join(FORMATS)}"
         ) from None
     except (Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
         if isinstance(error, InvalidParameter):

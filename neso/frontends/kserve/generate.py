@@ -93,7 +93,8 @@ class GenerateEndpoint:
                 if fields_of is not None:
                     return model.submit(inference), fields_of
         inference = _read_tensors(document, model, version)
-        return self._service.stream(model, inference, request.header_items, request.trace), None
+        self._service.prepare(inference, request.header_items, request.trace)
+        return model.submit(inference), None
 
 
 def _read_text_values(

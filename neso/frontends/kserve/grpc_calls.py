@@ -122,7 +122,7 @@ def rpc(method: Method[Servicer, Request, Reply]) -> Method[Servicer, Request, R
 
 
 def text_metadata(context: grpc.aio.ServicerContext) -> Iterator[tuple[str, str]]:
-    """Return keys and values of the client's metadata, without binary values."""
+    """Yield keys and values of the client's metadata, without binary values."""
     for key, value in context.invocation_metadata() or ():
         if isinstance(value, str):
             yield key, value

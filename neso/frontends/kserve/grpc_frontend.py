@@ -1,4 +1,4 @@
-"""gRPC front end: the server, and restricted RPCs."""
+"""gRPC frontend: the server, and restricted RPCs."""
 
 from __future__ import annotations
 

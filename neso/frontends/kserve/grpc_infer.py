@@ -25,7 +25,7 @@ from neso.frontends.kserve.service import KServeService, finish_trace
 from neso.frontends.transport.grpc import CallbackCall
 from neso.server.errors import Unavailable
 from neso.server.inference_request import InferenceRequest
-from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.inference_response import InferenceResponse, ResponseStream, SingleResponse
 from neso.server.shared_memory.regions import SharedMemoryWindow
 from neso.server.tracing import Trace
 
@@ -101,9 +101,9 @@ class ModelInfer:
         responder.shared = output.shared
         self._calls.add_pending(responder)
         call.on_cancel = responder.cancel
-        responder.stream = service.infer(
-            model, request, functools.partial(text_metadata, call), responder.trace, responder
-        )
+        service.prepare(request, functools.partial(text_metadata, call), responder.trace)
+        responder.stream = stream = model.submit(request)
+        stream.consume(SingleResponse(responder))
 
 
 class _Responder:

@@ -102,7 +102,8 @@ class InferStream:
                 if received_ns:
                     header = dict(self._context.invocation_metadata() or ()).get
                     trace = service.start_trace(model.name, header, received_ns, RECEIVE_STAMPS)
-                responses = service.stream(model, request, self._headers, trace)
+                service.prepare(request, self._headers, trace)
+                responses = model.submit(request)
             except Exception as error:
                 if trace is not None:
                     trace.end()

@@ -1,4 +1,4 @@
-"""HTTP front end: routes, restricted APIs and mounted applications."""
+"""HTTP frontend: routes, restricted APIs and mounted applications."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from neso.server.errors import ServerError
 
 _MODEL_PREFIXES = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:digits}")
 _REPOSITORY_PREFIXES = ("/v2/repository", "/v2/repository/{repository}")
+_RESPONSES = (Response, PendingResponse)
 
 
 class Route(NamedTuple):
@@ -41,7 +42,7 @@ class Route(NamedTuple):
 
 
 def routes(service: KServeService, max_input_size: int) -> Iterator[Route]:
-    """Return all routes. `max_input_size`: bytes of a decompressed request body."""
+    """Yield all routes. `max_input_size`: bytes of a decompressed request body."""
     handlers = HttpHandlers(service)
     infer, generate = InferEndpoint(service, max_input_size), GenerateEndpoint(service)
     yield Route("GET", "/v2", "metadata", handlers.server_metadata)
@@ -149,7 +150,7 @@ class KServeHttp:
             result = self._router(request)
         except ServerError as error:
             return error_to_response(error)
-        return result if isinstance(result, Response | PendingResponse) else _catch_server_error(result)
+        return result if isinstance(result, _RESPONSES) else _catch_server_error(result)
 
 
 async def _catch_server_error(result: Awaitable[HandlerResult]) -> HandlerResult:

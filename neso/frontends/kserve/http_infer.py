@@ -28,9 +28,7 @@ from neso.frontends.transport.http1 import (
     error_response,
 )
 from neso.server.errors import ServerError
-from neso.server.inference_request import InferenceRequest
-from neso.server.inference_response import InferenceResponse
-from neso.server.model import Model
+from neso.server.inference_response import InferenceResponse, ResponseStream, SingleResponse
 from neso.server.tracing import Trace
 
 logger = logging.getLogger(__name__)
@@ -66,11 +64,10 @@ class InferEndpoint:
             _SLOW_HEADERS
         ):
             return self.infer_async(request)
-        model, inference, output_format = self._read(request)
-        pending = PendingResponse(request)
-        responder = _Responder(pending, output_format)
-        stream = self._service.infer(model, inference, request.header_items, None, responder)
+        stream, output_format = self._submit(request)
+        pending = _PendingInfer(request, output_format)
         pending.on_disconnect = stream.cancel
+        stream.consume(SingleResponse(pending.respond))
         return pending
 
     async def infer_async(self, request: Request) -> Response:
@@ -83,14 +80,10 @@ class InferEndpoint:
                 )
             except UnsupportedEncoding as error:
                 return error_to_response(error, ACCEPTED)
-        model, inference, output_format = self._read(request)
+        stream, output_format = self._submit(request)
         future: asyncio.Future[InferenceResponse] = asyncio.get_running_loop().create_future()
-        stream = self._service.infer(
-            model,
-            inference,
-            request.header_items,
-            request.trace,
-            lambda response: None if future.done() else future.set_result(response),
+        stream.consume(
+            SingleResponse(lambda response: None if future.done() else future.set_result(response))
         )
         try:
             inference_response = await future
@@ -102,32 +95,35 @@ class InferEndpoint:
         accepted = accepted_encoding(request.header("accept-encoding"))
         return response if accepted == IDENTITY else await asyncio.to_thread(compress, response, accepted)
 
-    def _read(self, request: Request) -> tuple[Model, InferenceRequest, OutputFormat]:
-        """Read the request. Raises `ServerError`."""
+    def _submit(self, request: Request) -> tuple[ResponseStream, OutputFormat]:
+        """Read the request and submit it. Raises `ServerError`."""
         service = self._service
         version = request.params.get("version", "")
         model = service.find_unary_model(request.params["model"], version, "HTTP end point")
-        return model, *read_infer_request(request, model, version, service.shared_memory)
+        inference, output_format = read_infer_request(request, model, version, service.shared_memory)
+        service.prepare(inference, request.header_items, request.trace)
+        return model.submit(inference), output_format
 
 
-class _Responder:
-    """Sends the HTTP response when the model responds."""
+class _PendingInfer(PendingResponse):
+    """The pending response to a request that a model executes."""
 
-    __slots__ = ("_output_format", "_pending")
+    __slots__ = ("_output_format",)
 
-    def __init__(self, pending: PendingResponse, output_format: OutputFormat) -> None:
-        self._pending = pending
+    def __init__(self, request: Request, output_format: OutputFormat) -> None:
+        super().__init__(request)
         self._output_format = output_format
 
-    def __call__(self, inference_response: InferenceResponse) -> None:
+    def respond(self, inference_response: InferenceResponse) -> None:
+        """Send the model's response."""
         try:
             response = write_infer_response(inference_response, self._output_format)
         except ServerError as error:
             response = error_to_response(error)
         except Exception:
-            self._pending.fail()
+            self.fail()
             return
-        self._pending.send(response)
+        self.send(response)
 
 
 def traced(service: KServeService, endpoint: Endpoint, async_endpoint: AsyncEndpoint) -> Endpoint:
@@ -155,13 +151,15 @@ async def _run_traced(endpoint: AsyncEndpoint, request: Request, trace: Trace) -
 
 def load_headers(request: Request, service: KServeService) -> Headers:
     """Return a header with the server's load for load balancers, if requested and a model has a KV cache."""
-    wanted = request.headers.get(LOAD_FORMAT)
-    if wanted is None:
+    load_format = request.headers.get(LOAD_FORMAT)
+    if load_format is None:
         return ()
-    load_format = wanted.lower()
+    load_format = load_format.lower()
     load = service.kv_cache_load() if load_format in (b"text", b"json") else None
     if load is None:
-        logger.debug("no %s header: unknown format %r, or no model has a KV cache", _LOAD_METRICS, wanted)
+        logger.debug(
+            "no %s header: unknown format %r, or no model has a KV cache", _LOAD_METRICS, load_format
+        )
         return ()
     utilization, capacity = load
     if load_format == b"json":

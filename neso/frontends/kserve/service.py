@@ -13,7 +13,6 @@ from neso.frontends.header_forwarding import HeaderForwarding
 from neso.server.core import Core
 from neso.server.errors import InvalidArgument, Unsupported
 from neso.server.inference_request import InferenceRequest
-from neso.server.inference_response import InferenceResponse, ResponseStream, SingleResponse
 from neso.server.metadata import IndexEntry, ModelMetadata, ServerMetadata
 from neso.server.model import Model
 from neso.server.tracing import Trace
@@ -114,31 +113,8 @@ class KServeService:
             raise Unsupported(f"{api} doesn't support models with decoupled transaction policy")
         return model
 
-    def infer(
-        self,
-        model: Model,
-        request: InferenceRequest,
-        headers: Headers,
-        trace: Trace | None,
-        on_response: Callable[[InferenceResponse], None],
-    ) -> ResponseStream:
-        """Submit a request and call `on_response` with its only response. `ResponseStream.cancel` cancels it."""
-        if self._header_forwarding is not None:
-            request.parameters.update(self._header_forwarding.parameters(headers()))
-        request.trace = trace
-        stream = model.submit(request)
-        stream.consume(SingleResponse(on_response))
-        return stream
-
-    def stream(
-        self, model: Model, request: InferenceRequest, headers: Headers, trace: Trace | None
-    ) -> ResponseStream:
-        """Submit a request and return its responses."""
-        self.prepare(request, headers, trace)
-        return model.submit(request)
-
     def prepare(self, request: InferenceRequest, headers: Headers, trace: Trace | None) -> None:
-        """Add the forwarded headers and the trace to a request."""
+        """Add the forwarded headers and the trace to a request, before it is submitted to its model."""
         if self._header_forwarding is not None:
             request.parameters.update(self._header_forwarding.parameters(headers()))
         request.trace = trace

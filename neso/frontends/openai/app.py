@@ -114,7 +114,7 @@ def _document_routes(options: OpenAIOptions) -> list[Route]:
 
 
 async def _on_http_exception_like_triton(request: Request, error: Exception) -> Response:
-    """Send errors of unknown paths and methods in the format of Triton's OpenAI front end."""
+    """Send errors of unknown paths and methods in the format of Triton's OpenAI frontend."""
     assert isinstance(error, HTTPException)
     response = error_response(ApiError(error.status_code, str(error.detail)), like_triton=True)
     response.headers.update(error.headers or {})

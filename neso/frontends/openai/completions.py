@@ -31,6 +31,7 @@ from neso.frontends.openai.request_params import (
 )
 from neso.frontends.openai.routing import RequestContext, operation
 from neso.frontends.openai.schemas import (
+    FailFastList,
     GenerationFields,
     Integer,
     PromptLogprobs,
@@ -64,12 +65,12 @@ class CompletionRequest(GenerationFields):
 
     prompt: (
         Annotated[
-            str | TokenIds | list[str] | list[TokenIds],
+            str | TokenIds | FailFastList[str] | FailFastList[TokenIds],
             Field(union_mode="left_to_right", description="One or several prompts, as text or token ids."),
         ]
         | None
     ) = None
-    prompt_embeds: str | list[str] | None = Field(
+    prompt_embeds: str | FailFastList[str] | None = Field(
         None,
         description="Extension: prompt embeddings, each a tensor saved by `torch.save` or `numpy.save`, in base64.",
     )

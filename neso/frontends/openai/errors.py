@@ -65,7 +65,7 @@ class ApiError(Exception):
 
 
 def triton_error(error: ApiError) -> tuple[int, bytes]:
-    """Return the status and the body of an error in the format of Triton's OpenAI front end.
+    """Return the status and the body of an error in the format of Triton's OpenAI frontend.
 
     Like FastAPI, it answers an invalid body with 422 and pydantic's errors.
     """

@@ -260,6 +260,6 @@ def _read_adapter_file(path: Path) -> dict[str, str]:
         logger.error("%s cannot be read: %s", path, error)
         return {}
     if not isinstance(content, dict):
-        logger.error("%s must hold an object of names", path)
+        logger.error("%s must contain a JSON object of names", path)
         return {}
     return {name: str(value) if isinstance(value, int) else name for name, value in content.items()}

@@ -15,7 +15,7 @@ from neso.frontends.openai.errors import invalid, to_api_error
 from neso.frontends.openai.model_resolver import ModelResolver
 from neso.frontends.openai.request_params import MAX_PROMPTS
 from neso.frontends.openai.routing import RequestContext, operation
-from neso.frontends.openai.schemas import Integer, TokenIds, open_object
+from neso.frontends.openai.schemas import FailFastList, Integer, TokenIds, open_object
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest
 from neso.generation.pooling import Float32Array, Scoring
 
@@ -39,7 +39,7 @@ class EmbeddingRequest(PoolingFields):
     """The body of `POST /v1/embeddings`."""
 
     input: Annotated[
-        str | TokenIds | list[str] | list[TokenIds],
+        str | TokenIds | FailFastList[str] | FailFastList[TokenIds],
         Field(union_mode="left_to_right", description="One or several texts, as text or token ids."),
     ]
     encoding_format: Literal["float", "base64"] | None = None
@@ -57,8 +57,8 @@ class EmbeddingRequest(PoolingFields):
 class ScoreRequest(PoolingFields):
     """The body of `POST /v1/score`: a text and one or several others, or two lists of equal length."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: str | FailFastList[str]
+    text_2: str | FailFastList[str]
     activation: bool | None = Field(
         None, description="Extension: false returns the logits of a cross-encoder."
     )
@@ -76,7 +76,7 @@ class RerankRequest(PoolingFields):
     """The body of `POST /v1/rerank`."""
 
     query: str
-    documents: list[str | RerankDocument] = Field(min_length=1)
+    documents: FailFastList[str | RerankDocument] = Field(min_length=1)
     top_n: Annotated[Integer, Field(ge=0)] | None = Field(
         None, description="Number of documents to return; 0: all."
     )
@@ -282,7 +282,7 @@ class PoolingApi:
     ) -> tuple[Float32Array, list[PooledOutput]]:
         """Compute scores float32[pairs]; `field` is the request field of `documents`. Raises `ApiError`."""
         if not isinstance(documents, str) and not 0 < len(documents) <= MAX_PROMPTS:
-            raise invalid(field, f"'{field}' must hold between 1 and {MAX_PROMPTS} texts.")
+            raise invalid(field, f"'{field}' must contain between 1 and {MAX_PROMPTS} texts.")
         model = self._resolver.find_pooling(request.model)
         try:
             scoring = Scoring.of(model.pooling_model.pooling, queries, documents, activation=activation)
@@ -311,7 +311,7 @@ def _inputs(request: EmbeddingRequest) -> list[str | list[int]]:
     else:
         inputs = list(given)
     if not inputs or any(not text for text in inputs):
-        raise invalid("input", "'input' must not be empty, nor hold anything empty.")
+        raise invalid("input", "'input' must not be empty or contain empty items.")
     if len(inputs) > MAX_PROMPTS:
         raise invalid("input", f"'input' holds {len(inputs)} texts, at most {MAX_PROMPTS} are allowed.")
     return inputs

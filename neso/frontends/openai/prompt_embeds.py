@@ -77,11 +77,11 @@ def decode_embeddings(text: str) -> Embeddings:
     if data.startswith(b"\x93NUMPY"):
         return _read_numpy(data)
     if not data.startswith(b"PK"):
-        raise ValueError("holds neither a file of torch.save nor one of numpy.save")
+        raise ValueError("is neither a torch.save nor a numpy.save file")
     try:
         return _read_torch(data)
     except Exception as error:  # invalid zip files and pickles can raise any exception
-        raise ValueError(f"holds no tensor of torch.save: {error}") from None
+        raise ValueError(f"is not a tensor saved by torch.save: {error}") from None
 
 
 def _read_numpy(data: bytes) -> Embeddings:
@@ -95,11 +95,11 @@ def _read_numpy(data: bytes) -> Embeddings:
         }[version]
         shape, fortran_order, dtype = read_header(file, max_header_size=_MAX_NUMPY_HEADER)
         if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data) - file.tell():
-            raise ValueError(f"{len(data) - file.tell()} bytes are no {dtype}{list(shape)}")
+            raise ValueError(f"{len(data) - file.tell()} bytes are not {dtype}{list(shape)}")
         values: Embeddings = np.frombuffer(data, dtype, offset=file.tell())
         return values.reshape(shape, order="F" if fortran_order else "C")
     except Exception as error:  # the header is a Python literal, which can raise many exceptions
-        raise ValueError(f"holds no array of numpy.save: {error}") from None
+        raise ValueError(f"is not an array saved by numpy.save: {error}") from None
 
 
 def _read_torch(data: bytes) -> Embeddings:
@@ -110,10 +110,10 @@ def _read_torch(data: bytes) -> Embeddings:
             raise ValueError("is compressed, unlike files of torch.save")
         metadata = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
         if metadata is None or archive.getinfo(metadata).file_size > _MAX_PICKLE:
-            raise ValueError("it has no metadata of a tensor")
+            raise ValueError("is not a tensor saved by torch.save")
         tensor = _Unpickler(archive, metadata.removesuffix("data.pkl"), len(data)).load()
     if not isinstance(tensor, np.ndarray):
-        raise ValueError(f"it is a {type(tensor).__name__}")
+        raise ValueError(f"contains a {type(tensor).__name__}, not a tensor")
     return tensor.copy()
 
 

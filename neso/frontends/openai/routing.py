@@ -116,7 +116,7 @@ def operation(method: str, *paths: str, tag: str, **declaration: Any) -> Callabl
 
 
 def operations_of(resource: type) -> Iterator[tuple[str, Operation]]:
-    """Return the names of a class's handlers and their operations, in the order of definition."""
+    """Yield the names of a class's handlers and their operations, in the order of definition."""
     for name, member in vars(resource).items():
         if (declared := getattr(member, "operation", None)) is not None:
             yield name, declared
@@ -205,8 +205,8 @@ class Endpoint:
 
 
 def error_response(error: ApiError, *, like_triton: bool = False) -> Response:
-    """Create the response for an error, in OpenAI's format or in that of Triton's OpenAI front end."""
-    if like_triton and error.status != 413:  # Triton's front end rejects large bodies in OpenAI's format
+    """Create the response for an error, in OpenAI's format or in that of Triton's OpenAI frontend."""
+    if like_triton and error.status != 413:  # Triton's frontend rejects large bodies in OpenAI's format
         status, body = triton_error(error)
         return Response(body, status, media_type="application/json")
     return Response(error.body(), error.status, media_type="application/json")
@@ -246,12 +246,36 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+MAX_VALUES, MAX_STRINGS, MAX_CONTAINERS = 1_000_000, 50_000, 50_000
+"""Maximum numbers of JSON values, strings, and objects and arrays in a body, which is validated on the event loop."""
+
+
 def parse_body(body: bytes, schema: type[Body]) -> Body:
     """Validate a JSON body. Raises `ApiError` 400 naming the invalid field."""
+    _check_counts(body)
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
         raise validation_error(error) from None
+
+
+def _check_counts(body: bytes) -> None:
+    """Count the values outside strings. Raises `ApiError`."""
+    if body.count(b",") <= MAX_CONTAINERS and body.count(b"{") + body.count(b"[") <= MAX_CONTAINERS:
+        return
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    num_strings = body.count(b'"') // 2
+    counts = [("strings", num_strings, MAX_STRINGS)]
+    if num_strings <= MAX_STRINGS:
+        outside = b"".join(body.split(b'"')[::2])
+        counts += [
+            ("values", outside.count(b","), MAX_VALUES),
+            ("objects and arrays", outside.count(b"{") + outside.count(b"["), MAX_CONTAINERS),
+        ]
+    for kind, count, most in counts:
+        if count > most:
+            raise ApiError(400, f"The body has more than {most} {kind}.")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

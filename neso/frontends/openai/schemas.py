@@ -7,17 +7,20 @@ typed dictionaries, which handlers build directly; pydantic only generates their
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from neso.generation.sampling_params import MAX_N
 
+Item = TypeVar("Item")
+FailFastList = Annotated[list[Item], Field(fail_fast=True)]
+"""A list in a request. Only its first invalid item is reported; a report on each of a million items took 27 s."""
 Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """An integer of the engine's messages: 32 bits."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = list[TokenId]
+TokenIds = FailFastList[TokenId]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Word = Annotated[str | TokenIds, Field(union_mode="left_to_right")]
 
@@ -50,7 +53,7 @@ class GenerationFields(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Annotated[Integer, Field(ge=0)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | FailFastList[str] | None = None
     seed: int | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -65,16 +68,16 @@ class GenerationFields(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = Field(None, description="Extension.")
     min_tokens: Annotated[Integer, Field(ge=0)] | None = Field(None, description="Extension.")
     ignore_eos: bool | None = Field(None, description="Extension.")
-    stop_token_ids: list[TokenId] | None = Field(None, description="Extension.")
-    stop_words: list[TokenIds] | None = Field(
+    stop_token_ids: TokenIds | None = Field(None, description="Extension.")
+    stop_words: FailFastList[TokenIds] | None = Field(
         None, description="Extension: token sequences that stop generation."
     )
-    bad_words: list[Word] | None = Field(
+    bad_words: FailFastList[Word] | None = Field(
         None, description="Extension: texts or token sequences that are never generated."
     )
-    allowed_token_ids: list[TokenId] | None = Field(None, description="Extension: the only tokens allowed.")
+    allowed_token_ids: TokenIds | None = Field(None, description="Extension: the only tokens allowed.")
     no_repeat_ngram_size: Integer | None = Field(None, description="Extension.")
-    embedding_bias: list[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = Field(
+    embedding_bias: FailFastList[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = Field(
         None, description="Extension: a logit bias per token of the vocabulary."
     )
     top_p_decay: float | None = Field(None, description="Extension.")
@@ -106,6 +109,9 @@ class GenerationFields(BaseModel):
     )
     skip_special_tokens: bool | None = Field(None, description="Extension.")
     include_stop_str_in_output: bool | None = Field(None, description="Extension.")
+    logits_processor: str | None = Field(
+        None, description="Extension: name of a logits processor that is registered with the model."
+    )
     add_special_tokens: bool | None = Field(
         None, description="Extension: add the tokenizer's special tokens to the prompt."
     )

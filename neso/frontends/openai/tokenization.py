@@ -12,7 +12,7 @@ from neso.frontends.openai.chat.schemas import ChatCompletionRequest, ChatMessag
 from neso.frontends.openai.errors import ApiError, invalid, prompt_too_long, to_api_error, validation_error
 from neso.frontends.openai.model_resolver import ModelResolver
 from neso.frontends.openai.routing import RequestContext, operation
-from neso.frontends.openai.schemas import TokenId
+from neso.frontends.openai.schemas import FailFastList, TokenIds
 from neso.generation import UNLIMITED_LENGTH, InvalidParameter, PromptTooLong, TokenizerLike, encode_text
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = Field(None, description="Optional if the server has one model.")
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: FailFastList[ChatMessage] | None = Field(None, min_length=1)
+    tools: FailFastList[Tool] | None = None
     add_special_tokens: bool | None = Field(None, description="Default: true for a prompt, false for a chat.")
     add_generation_prompt: bool | None = Field(None, description="Default: true.")
     continue_final_message: bool | None = None
@@ -41,7 +41,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str | None = Field(None, description="Optional if the server has one model.")
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class TokenizeResponse(TypedDict):

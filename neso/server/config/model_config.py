@@ -14,7 +14,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from neso.server.config.scheduling import available_gpus, check_scheduling
 from neso.server.errors import InvalidArgument
-from neso.server.repository.names import stays_inside
+from neso.server.repository.names import is_inside
 from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US
 
 logger = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ def _check_filenames(config: ModelConfig) -> None:
         (f"cc_model_filenames['{key}']", filename) for key, filename in config.cc_model_filenames.items()
     ]
     for field, filename in names:
-        if not stays_inside(filename):
+        if not is_inside(filename):
             raise InvalidArgument(
                 f"{field} '{filename}' must stay inside the version folder of model '{config.name}'"
             )

@@ -110,7 +110,7 @@ class Model:
         if request is None:
             return InferenceRequest(self, **fields)
         if fields:
-            raise TypeError(f"a request was given, and fields as well: {', '.join(fields)}")
+            raise TypeError(f"expected either a request or fields, got both: {', '.join(fields)}")
         return request
 
     def _find(self) -> CoreModel:

@@ -175,13 +175,13 @@ class Server:
             raise Unavailable("the server is not running")
         return self.core
 
-    def call(self, ask: Callable[[Core], Result]) -> Result:
-        """Run `ask(core)` on the server's loop and wait for its result."""
+    def call(self, function: Callable[[Core], Result]) -> Result:
+        """Run `function(core)` on the server's loop and wait for its result."""
 
-        async def asked() -> Result:
-            return ask(self.core)
+        async def run() -> Result:
+            return function(self.core)
 
-        return self.wait_for(asked())
+        return self.wait_for(run())
 
     def wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the server's loop and wait for it. Raises `Unavailable` if the server has stopped."""
@@ -226,7 +226,7 @@ class Server:
             stopped = (frontend.stop(grace) for frontend in self._frontends)
             for error in await asyncio.gather(*stopped, return_exceptions=True):
                 if error is not None:
-                    logger.error("a front end did not stop cleanly", exc_info=error)
+                    logger.error("a frontend did not stop cleanly", exc_info=error)
             await self.core.stop()
             for request in tuple(self.in_flight):
                 request.fail(Unavailable("the server has stopped"))

@@ -333,9 +333,9 @@ def _from_plain(name: str, value: Any, datatype: DataType | None) -> ServerTenso
         raise InvalidArgument(f"input '{name}' cannot be made into a tensor: {error}") from None
 
 
-def _fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    if given.kind in "iu":
-        return wanted.kind != "b"
-    if given.kind == "f":
-        return wanted.kind in "fV"  # ml_dtypes' bfloat16 has kind V
-    return given == wanted
+def _fits(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    if source.kind in "iu":
+        return target.kind != "b"
+    if source.kind == "f":
+        return target.kind in "fV"  # ml_dtypes' bfloat16 has kind V
+    return source == target

@@ -83,7 +83,7 @@ class ModelLifecycle:
         async with self._locks.loading(record.id):
             if record not in self._table.stale_ensembles():
                 return
-            source, record.checked = record.wanted, next(self._clock)
+            source, record.checked = record.requested, next(self._clock)
             assert source is not None
             missing = [step for step in sorted(record.steps) if not self._serves(step)]
             if missing:
@@ -101,16 +101,16 @@ class ModelLifecycle:
         return any(record.models for record in self._table.named(name))
 
     async def _load(self, record: ModelRecord, source: ModelSource) -> None:
-        old, before = record.slots, record.wanted
+        old, before = record.slots, record.requested
         serving = bool(record.models)
-        record.wanted = source
+        record.requested = source
         if not serving:
             newest = (find_versions(source.directory) or [0])[-1]
             record.slots = {newest: VersionSlot(ModelState.LOADING)}
         try:
             fresh = await self._load_all(record, source, keep_old=serving)
         except asyncio.CancelledError:
-            record.wanted = before
+            record.requested = before
             if not serving:
                 record.slots = {}
             raise
@@ -144,7 +144,7 @@ class ModelLifecycle:
             record = self._table.get(id)
             if record is None:
                 return
-            record.explicit, record.wanted = False, None
+            record.explicit, record.requested = False, None
             if await self._unload(record, timeout, UNLOADED) and not self._ending:
                 await asyncio.to_thread(release_memory)
         finally:
@@ -260,7 +260,7 @@ class ModelLifecycle:
         raise AssertionError  # unreachable
 
     async def _make(self, plan: ModelPlan, version: int) -> Model:
-        limited = self._admit(plan)
+        limited = self._register(plan)
         try:
             return await self._make_limited(plan, version, limited)
         except BaseException:
@@ -268,7 +268,7 @@ class ModelLifecycle:
                 limited.close()
             raise
 
-    def _admit(self, plan: ModelPlan) -> LimitedInstances | None:
+    def _register(self, plan: ModelPlan) -> LimitedInstances | None:
         """Register the instances with the rate limiter. Raises `InvalidArgument` for unsatisfiable resources."""
         limiter = self._core.rate_limiter
         if limiter is None:
@@ -280,7 +280,7 @@ class ModelLifecycle:
                     plan.source.name,
                 )
             return None
-        return limiter.admit(plan.config)
+        return limiter.register(plan.config)
 
     async def _make_limited(self, plan: ModelPlan, version: int, limited: LimitedInstances | None) -> Model:
         config = type(plan.config)()

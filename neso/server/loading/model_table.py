@@ -80,7 +80,7 @@ class LoadLocks:
         while chain[-1] in self._waits_for and chain[-1] != parent:
             chain.append(self._waits_for[chain[-1]])
         if chain[-1] == parent:
-            raise InvalidArgument(f"models depend on each other in a circle: {' -> '.join(chain)}")
+            raise InvalidArgument(f"models depend on each other in a cycle: {' -> '.join(chain)}")
         self._waits_for[parent] = id
 
 
@@ -120,7 +120,7 @@ class ModelRecord:
     """A model in the table.
 
     - source: source of the serving versions
-    - wanted: last requested source; None if the model should be unloaded
+    - requested: last requested source; None if the model should be unloaded
     - steps: model names of an ensemble's steps
     - explicit: loaded by name, not only as a step of an ensemble
     - changed: logical time when the set of serving versions changed
@@ -131,7 +131,7 @@ class ModelRecord:
     name: str
     slots: dict[int, VersionSlot] = field(default_factory=dict)
     source: ModelSource | None = None
-    wanted: ModelSource | None = None
+    requested: ModelSource | None = None
     steps: frozenset[str] = frozenset()
     explicit: bool = False
     changed: int = 0
@@ -222,9 +222,9 @@ class ModelTable:
         return found.model
 
     def _resolve(self, name: str, namespace: str) -> ModelRecord:
-        beside = self._records.get(f"{namespace}::{name}") if namespace else None
-        if beside is not None and not beside.unloaded:
-            return beside
+        in_namespace = self._records.get(f"{namespace}::{name}") if namespace else None
+        if in_namespace is not None and not in_namespace.unloaded:
+            return in_namespace
         found = self.named(name)
         if len(found) > 1:  # unloaded models do not make a name ambiguous
             found = [record for record in found if not record.unloaded] or found
@@ -242,7 +242,7 @@ class ModelTable:
         return [
             record
             for record in self
-            if record.wanted is not None
+            if record.requested is not None
             and any(
                 step.changed > record.checked
                 for name in record.steps

@@ -207,13 +207,13 @@ class LogSettings:
     def _level(self) -> int:
         """Return the lowest enabled level."""
         options = self.options
-        wanted = (
+        enabled = (
             (options.verbose_level > 0, logging.DEBUG),
             (options.info, logging.INFO),
             (options.warning, logging.WARNING),
             (options.error, logging.ERROR),
         )
-        return next((level for on, level in wanted if on), logging.CRITICAL + 1)
+        return next((level for on, level in enabled if on), logging.CRITICAL + 1)
 
     def _passes(self, record: logging.LogRecord) -> bool:
         options = self.options

@@ -147,10 +147,13 @@ class CustomFamily:
 
 
 class CustomMetrics(Collector):
-    """Custom families of a server. `taken`: whether a name is used by the server's built-in families. Thread-safe."""
+    """Custom families of a server. Thread-safe.
 
-    def __init__(self, taken: Callable[[str], bool]) -> None:
-        self._taken = taken
+    `is_registered`: whether a name is used by a built-in family of the server.
+    """
+
+    def __init__(self, is_registered: Callable[[str], bool]) -> None:
+        self._is_registered = is_registered
         self._lock = threading.Lock()
         self._families: WeakValueDictionary[str, CustomFamily] = WeakValueDictionary()
 
@@ -161,7 +164,7 @@ class CustomMetrics(Collector):
         """
         if not _NAME.fullmatch(name):
             raise InvalidArgument(f"invalid metric name '{name}'")
-        if self._taken(name):
+        if self._is_registered(name):
             raise AlreadyExists(f"metric '{name}' is one of the server's own")
         with self._lock:
             found = self._families.get(name)

@@ -122,7 +122,7 @@ class MetricsRegistry(CollectorRegistry):
         watched.add(values, read)
         return lambda: watched.remove(values, read)
 
-    def taken(self, name: str) -> bool:
+    def is_registered(self, name: str) -> bool:
         """Return whether the name is used by a family of the server or of a backend."""
         return name in self._families or f"{name}_total" in self._families or name in self._reserved
 

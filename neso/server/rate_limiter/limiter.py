@@ -46,37 +46,37 @@ class Resources:
 
     def __init__(self, limits: Sequence[ResourceLimit] = ()) -> None:
         self._limits = tuple(limits)
-        self._declared: dict[object, list[ResourceNeeds]] = {}
+        self._needs_by_owner: dict[object, list[ResourceNeeds]] = {}
         self._available: ResourceNeeds = {}  # total amount of each declared resource
-        self._taken: Counter[ResourceKey] = Counter()
+        self._used: Counter[ResourceKey] = Counter()
 
-    def declare(self, owner: object, needs: list[ResourceNeeds]) -> None:
+    def register(self, owner: object, needs: list[ResourceNeeds]) -> None:
         """Register a model. Raises `InvalidArgument`, without registering it, if its needs exceed the total amounts."""
-        self._declared[owner] = needs
+        self._needs_by_owner[owner] = needs
         try:
             self._recount()
         except InvalidArgument:
-            self.forget(owner)
+            self.remove(owner)
             raise
 
-    def forget(self, owner: object) -> None:
+    def remove(self, owner: object) -> None:
         """Remove a model."""
-        self._declared.pop(owner, None)
+        self._needs_by_owner.pop(owner, None)
         self._recount()
 
     def available(self, key: ResourceKey) -> int:
         """Return the total amount of a resource."""
         return self._available.get(key, 0)
 
-    def fit(self, needs: ResourceNeeds) -> bool:
+    def fits(self, needs: ResourceNeeds) -> bool:
         """Return whether the resources are free."""
-        return all(self._taken[key] + count <= self.available(key) for key, count in needs.items())
+        return all(self._used[key] + count <= self.available(key) for key, count in needs.items())
 
-    def take(self, needs: ResourceNeeds) -> None:
-        self._taken.update(needs)
+    def acquire(self, needs: ResourceNeeds) -> None:
+        self._used.update(needs)
 
-    def give_back(self, needs: ResourceNeeds) -> None:
-        self._taken.subtract(needs)
+    def release(self, needs: ResourceNeeds) -> None:
+        self._used.subtract(needs)
 
     def _recount(self) -> None:
         most: ResourceNeeds = {}
@@ -92,7 +92,7 @@ class Resources:
         self._available = {key: self._amount(key, count) for key, count in most.items()}
 
     def _all_needs(self) -> Iterable[ResourceNeeds]:
-        return (needs for of_model in self._declared.values() for needs in of_model)
+        return (needs for of_model in self._needs_by_owner.values() for needs in of_model)
 
     def _amount(self, key: ResourceKey, needed: int) -> int:
         if not self._limits:
@@ -114,7 +114,7 @@ class Resources:
 
 class _State(Enum):
     IDLE = auto()
-    ASKING = auto()
+    WAITING = auto()
     GRANTED = auto()  # holds its resources, but has not started
     EXECUTING = auto()
 
@@ -132,14 +132,13 @@ class RateLimiter:
 
     def __init__(self, limits: tuple[ResourceLimit, ...] = ()) -> None:
         self._resources = Resources(limits)
-        self._asking: dict[_Instance, LimitedInstances] = {}  # in order of request
-        self._released: dict[
-            LimitedInstances, None
-        ] = {}  # ordered set: executions ended since the last grants
+        self._waiting: dict[_Instance, LimitedInstances] = {}  # in order of request
+        # Models whose executions have ended since the last grants, in this order.
+        self._released: dict[LimitedInstances, None] = {}
         self._turn = 0
         self._dispatcher = Dispatcher(self._grant)
 
-    def admit(self, config: Any) -> LimitedInstances | None:
+    def register(self, config: Any) -> LimitedInstances | None:
         """Register a model before it is loaded; None if its instances need no resources.
 
         Raises `InvalidArgument` if its needs exceed the total amounts.
@@ -149,31 +148,31 @@ class RateLimiter:
         if not any(instance.needs for instance in instances):
             return None
         limited = LimitedInstances(self, instances)
-        self._resources.declare(limited, [instance.needs for instance in instances])
+        self._resources.register(limited, [instance.needs for instance in instances])
         self._dispatcher.wake()  # the model may have increased the amounts
         return limited
 
     def _grant(self) -> None:
-        # The models whose executions have ended ask first if they have more requests. Otherwise an instance that waits
+        # The models whose executions have ended come first if they have more requests. Otherwise a waiting instance
         # would always be next, whatever its turn.
         released, self._released = self._released, {}
         for owner in released:
             owner.on_release()
         kept: set[ResourceKey] = set()
-        for instance in sorted(self._asking, key=lambda instance: instance.turn):
-            if kept.isdisjoint(instance.needs) and self._resources.fit(instance.needs):
-                self._resources.take(instance.needs)
+        for instance in sorted(self._waiting, key=lambda instance: instance.turn):
+            if kept.isdisjoint(instance.needs) and self._resources.fits(instance.needs):
+                self._resources.acquire(instance.needs)
                 instance.state = _State.GRANTED
-                self._asking.pop(instance).on_grant()
+                self._waiting.pop(instance).on_grant()
             else:
                 kept.update(instance.needs)
 
     # -- for LimitedInstances ---------------------------------------------------------------------------------
 
-    def _ask(self, instance: _Instance, owner: LimitedInstances) -> None:
+    def _enqueue(self, instance: _Instance, owner: LimitedInstances) -> None:
         instance.turn = max(instance.turn, self._turn)
-        instance.state = _State.ASKING
-        self._asking[instance] = owner
+        instance.state = _State.WAITING
+        self._waiting[instance] = owner
         self._dispatcher.wake()
 
     def _begin(self, instance: _Instance) -> None:
@@ -183,17 +182,17 @@ class RateLimiter:
 
     def _end(self, instance: _Instance, owner: LimitedInstances) -> None:
         """End an execution, or the wait for an execution."""
-        if instance.state is _State.ASKING:
-            del self._asking[instance]
+        if instance.state is _State.WAITING:
+            del self._waiting[instance]
         elif instance.state is not _State.IDLE:
-            self._resources.give_back(instance.needs)
+            self._resources.release(instance.needs)
         if instance.state is _State.EXECUTING:
             self._released[owner] = None
         instance.state = _State.IDLE
         self._dispatcher.wake()  # this also removes its reservation
 
-    def _forget(self, owner: LimitedInstances) -> None:
-        self._resources.forget(owner)
+    def _remove(self, owner: LimitedInstances) -> None:
+        self._resources.remove(owner)
         self._released.pop(owner, None)
         self._dispatcher.wake()
 
@@ -201,9 +200,9 @@ class RateLimiter:
 class LimitedInstances:
     """The instances of one model, by index, used by the scheduler of the model.
 
-    `on_grant` is called when a requested instance can start; the scheduler then calls `take` or `withdraw`.
+    `on_grant` is called when a requested instance can start; the scheduler then calls `acquire` or `cancel`.
     `on_release` is called after executions have ended, before other instances are granted; the scheduler then calls
-    `take` for its next execution, if any.
+    `acquire` for its next execution, if any.
     """
 
     def __init__(self, limiter: RateLimiter, instances: list[_Instance]) -> None:
@@ -212,31 +211,31 @@ class LimitedInstances:
         self._limiter = limiter
         self._instances = instances
 
-    def take(self, number: int) -> bool:
+    def acquire(self, number: int) -> bool:
         """Start an execution on an idle instance; False if it has to wait for `on_grant`."""
         instance = self._instances[number]
         if instance.state is _State.GRANTED or not instance.needs:
             self._limiter._begin(instance)
             return True
         if instance.state is _State.IDLE:
-            self._limiter._ask(instance, self)
+            self._limiter._enqueue(instance, self)
         return False
 
-    def take_any(self) -> int | None:
+    def acquire_any(self) -> int | None:
         """Start an execution on any idle instance and return its index; None if it has to wait for `on_grant`."""
         idle = [n for n, instance in enumerate(self._instances) if instance.state is not _State.EXECUTING]
         idle.sort(key=lambda number: self._instances[number].state is not _State.GRANTED)
-        return next((number for number in idle if self.take(number)), None)
+        return next((number for number in idle if self.acquire(number)), None)
 
-    def withdraw(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         """Cancel the request for this instance."""
-        if self._instances[number].state in (_State.ASKING, _State.GRANTED):
+        if self._instances[number].state in (_State.WAITING, _State.GRANTED):
             self._limiter._end(self._instances[number], self)
 
-    def withdraw_all(self) -> None:
+    def cancel_all(self) -> None:
         """Cancel all requests for instances."""
         for number in range(len(self._instances)):
-            self.withdraw(number)
+            self.cancel(number)
 
     def release(self, number: int) -> None:
         """End an execution."""
@@ -248,4 +247,4 @@ class LimitedInstances:
         for instance in self._instances:
             if instance.state is not _State.IDLE:
                 self._limiter._end(instance, self)
-        self._limiter._forget(self)
+        self._limiter._remove(self)

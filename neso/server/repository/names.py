@@ -18,7 +18,7 @@ def check_model_name(name: str) -> None:
         )
 
 
-def stays_inside(filename: str) -> bool:
+def is_inside(filename: str) -> bool:
     """Return whether a file name in a configuration stays below the model's folder.
 
     Checks only the name, because the configuration can come from a client. Links in the folder are trusted.

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from neso.server.errors import AlreadyExists, InvalidArgument, NotFound
 from neso.server.repository.cloud import CloudRepository, is_cloud_uri
-from neso.server.repository.names import check_model_name, stays_inside
+from neso.server.repository.names import check_model_name, is_inside
 from neso.server.repository.source import LocalRepository, ModelSource
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class ModelRepositories:
             raise AlreadyExists(f"model repository '{uri}' has already been registered")
         for name, folder in (mapping or {}).items():
             check_model_name(name)
-            if not stays_inside(folder):
+            if not is_inside(folder):
                 raise InvalidArgument(f"failed to register '{name}', '{folder}' is not in the repository")
             if name in self._mappings:
                 raise AlreadyExists(

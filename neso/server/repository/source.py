@@ -39,10 +39,10 @@ def choose_versions(available: list[int], policy: Any, name: str) -> list[int]:
     if choice == "specific":
         chosen = [version for version in available if version in set(policy.specific.versions)]
         if not chosen:
-            wanted = ", ".join(str(version) for version in policy.specific.versions)
+            requested = ", ".join(str(version) for version in policy.specific.versions)
             raise InvalidArgument(
                 f"at least one version must be available under the version policy of model '{name}': "
-                f"wanted {wanted}, found {', '.join(str(version) for version in available)}"
+                f"requested {requested}, found {', '.join(str(version) for version in available)}"
             )
         return chosen
     return available[-max(policy.latest.num_versions, 1) :]

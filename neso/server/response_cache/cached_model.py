@@ -110,7 +110,7 @@ class CachedModel(ABC, Generic[K]):
     def _keep(self, miss: CacheMiss[K]) -> None:
         """Store the response of a successful request, if it is a single one."""
 
-    def _answer(self, stream: ResponseStream, found: CachedResponse, started: int) -> None:
+    def _respond(self, stream: ResponseStream, found: CachedResponse, started: int) -> None:
         """Answer from the cache; the lookup started at `started` (ns)."""
         response = InferenceResponse(
             self._name, self._version, "", found.copy_outputs(), dict(found.parameters)
@@ -149,7 +149,7 @@ class LocalCachedModel(CachedModel[Key]):
         if found is None:
             self._miss(stream, key, started)
             return False
-        self._answer(stream, found, started)
+        self._respond(stream, found, started)
         return True
 
     def _keep(self, miss: CacheMiss[Key]) -> None:
@@ -194,7 +194,7 @@ class RemoteCachedModel(CachedModel[str]):
 
     def _take(self, stream: ResponseStream) -> bool:
         self._begin(self._look_up(stream))
-        stream.fail_on_cancel_while_queued()
+        stream.request.on_cancel(stream.fail_if_queued)
         return True
 
     async def _look_up(self, stream: ResponseStream) -> None:
@@ -208,7 +208,7 @@ class RemoteCachedModel(CachedModel[str]):
         if stream.closed:  # the request was cancelled, or the model was unloaded
             return
         if found is not None:
-            self._answer(stream, found, started)
+            self._respond(stream, found, started)
             return
         if key:
             self._miss(stream, key, started)

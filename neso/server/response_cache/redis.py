@@ -55,46 +55,46 @@ class RedisCache:
 
     async def get(self, key: str) -> CachedResponse | None:
         """Return the response for a key; None if it is not stored or Redis is unavailable."""
-        data: bytes | None = await self._ask(lambda: self._client.get(key))
+        data: bytes | None = await self._execute(lambda: self._client.get(key))
         if data is None:
             return None
         try:
             return CachedResponse.decode(data)
         except (msgspec.MsgspecError, InvalidArgument) as error:
-            self._note(f"key {key} holds no response: {error}")
+            self._log_failure(f"key {key} does not contain a response: {error}")
             return None
 
     async def put(self, key: str, response: CachedResponse) -> None:
         """Store a response; Redis decides on eviction."""
-        await self._ask(lambda: self._client.set(key, response.encode()))
+        await self._execute(lambda: self._client.set(key, response.encode()))
 
     async def close(self) -> None:
         await self._client.aclose()
         await self._client.connection_pool.disconnect()
 
-    async def _ask(self, command: Callable[[], Awaitable[T]]) -> T | None:
+    async def _execute(self, command: Callable[[], Awaitable[T]]) -> T | None:
         """Return the result of a command; log an error and return None."""
         if time.monotonic() < self._try_again:
             return None
         try:
-            answer = await command()
+            result = await command()
         except (RedisConnectionError, RedisTimeoutError, OSError, asyncio.TimeoutError) as error:
             self._try_again = time.monotonic() + PAUSE
             if self._reachable:
                 self._reachable = False
                 logger.warning(
-                    "Redis at %s does not answer, responses are not cached: %s", self._address, error
+                    "Redis at %s does not respond, responses are not cached: %s", self._address, error
                 )
             return None
         except RedisError as error:
-            self._note(str(error))
+            self._log_failure(str(error))
             return None
         if not self._reachable:
             self._reachable = True
-            logger.info("Redis at %s answers again", self._address)
-        return answer
+            logger.info("Redis at %s responds again", self._address)
+        return result
 
-    def _note(self, refusal: str) -> None:
+    def _log_failure(self, refusal: str) -> None:
         """Log a Redis error, once per kind."""
         kind = refusal.split(" ")[0]
         if kind not in self._refusals:

@@ -168,14 +168,14 @@ class DynamicBatcher:
             return
         if self._order is not None:
             self._order.add(stream)
-        stream.fail_on_cancel_while_queued()
+        stream.request.on_cancel(stream.fail_if_queued)
         self._schedule()
 
     def close(self) -> list[ResponseStream]:
         """Stop and return the requests that were not executed."""
         self._dispatcher.stop()
         if self._limited is not None:
-            self._limited.withdraw_all()
+            self._limited.cancel_all()
         return self._queue.clear()
 
     def add_instances(self, count: int) -> None:
@@ -196,11 +196,11 @@ class DynamicBatcher:
             batch, until = self._chooser.choose(self._queue.waiting())
             if not batch:
                 if self._limited is not None:
-                    self._limited.withdraw_all()
+                    self._limited.cancel_all()
                 break
             instance = None
             if self._limited is not None:
-                instance = self._limited.take_any()
+                instance = self._limited.acquire_any()
                 if instance is None:  # wait for `on_grant`; the batch can grow until then
                     break
             self._queue.take(len(batch))

@@ -40,9 +40,9 @@ class QueuePolicy:
     def deadline(self, stream: ResponseStream) -> int | None:
         """Return the time when the request times out, in ns of the monotonic clock; None for never."""
         timeout = self.timeout_us
-        asked = stream.request.timeout_us
-        if self.overridable and asked and (not timeout or asked < timeout):
-            timeout = asked
+        requested = stream.request.timeout_us
+        if self.overridable and requested and (not timeout or requested < timeout):
+            timeout = requested
         return stream.timeline.queue_start + 1000 * timeout if timeout else None
 
 
@@ -161,9 +161,9 @@ class PriorityQueue:
         self._has_closed = False
         for queue in self._queues:
             if any(stream.closed for stream in queue):
-                wanted = [stream for stream in queue if not stream.closed]
+                open_streams = [stream for stream in queue if not stream.closed]
                 queue.clear()
-                queue.extend(wanted)
+                queue.extend(open_streams)
 
     def next_deadline(self) -> int | None:
         """Return the earliest deadline, in ns of the monotonic clock; None if no request has a deadline."""

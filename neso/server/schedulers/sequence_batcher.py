@@ -91,7 +91,7 @@ class SequenceBatcher:
         sequence.waiting.append(stream)
         self._note_timeout(sequence, stream)
         self._idle.pop(sequence, None)
-        stream.fail_on_cancel_while_queued()
+        stream.request.on_cancel(stream.fail_if_queued)
         if self._iterative_ids is not None:
             sequence.ended = True
             stream.request.on_cancel(partial(self._cancel_between_iterations, stream, sequence))
@@ -122,7 +122,7 @@ class SequenceBatcher:
         """Stop and return the requests that were not executed."""
         self._dispatcher.stop()
         if self._limited is not None:
-            self._limited.withdraw_all()
+            self._limited.cancel_all()
         left = [stream for sequence in self._sequences.values() for stream in sequence.waiting]
         for stream in left:
             stream.on_close = None
@@ -202,8 +202,8 @@ class SequenceBatcher:
         if self._limited is None:
             return bool(batch)
         if batch:
-            return self._limited.take(instance)  # if False, wait for `on_grant`
-        self._limited.withdraw(instance)
+            return self._limited.acquire(instance)  # if False, wait for `on_grant`
+        self._limited.cancel(instance)
         return False
 
     def _send(self, batch: list[ResponseStream], instance: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from neso.server.errors import InternalError, InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
-from neso.server.repository.names import stays_inside
+from neso.server.repository.names import is_inside
 from neso.server.signature import fits
 from neso.server.tensor import DataType, Tensor
 
@@ -249,7 +249,7 @@ class SequenceStates:
                     f"initial_state of '{state.input_name}' must specify 'zero_data' or 'data_file' {self._where}"
                 )
             dims, data_file = tuple(initial.dims), initial.data_file
-            if not stays_inside(data_file):
+            if not is_inside(data_file):
                 raise InvalidArgument(
                     f"data_file '{data_file}' of state '{state.input_name}' must stay inside the model's folder "
                     f"{self._where}"

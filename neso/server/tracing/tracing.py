@@ -106,15 +106,15 @@ class Tracing:
     def settings(self, model: str = GLOBAL) -> dict[str, str | list[str]]:
         """Return the settings of a model, or the global settings, in the format of the trace extension."""
         setting = (self._samplers.get(model) or self._samplers[GLOBAL]).setting
-        told: dict[str, str | list[str]] = {
+        settings: dict[str, str | list[str]] = {
             "trace_level": setting.level.names(),
             "trace_rate": str(setting.rate),
             "trace_count": str(setting.count),
             "trace_mode": self._config.mode.value,
         }
         if self._config.mode is TraceMode.TRITON:
-            return told | {"log_frequency": str(setting.log_frequency), "trace_file": self._config.file}
-        return told if self._otel is None else told | self._otel.config.describe()
+            return settings | {"log_frequency": str(setting.log_frequency), "trace_file": self._config.file}
+        return settings if self._otel is None else settings | self._otel.config.describe()
 
     def update(self, values: Mapping[str, Sequence[str]], model: str = GLOBAL) -> None:
         """Update the settings of a model, or the global settings, which apply to models without own settings.

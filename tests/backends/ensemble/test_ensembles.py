@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "server"))
 
-from core_requests import ask, collect
+from core_requests import collect, send_request
 from eventually import until
 from repository_builder import IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS, RepositoryBuilder
 
@@ -152,7 +152,7 @@ async def test_tensors_are_passed_between_steps(server: Server) -> None:
         step("plus10", {"IN": "first", "MORE": "IN"}, {"OUT": "OUT"}),
     )
     model = (await server.start()).model("all")
-    (response,) = await collect(ask(model, id="7", IN=floats(1, 2)))
+    (response,) = await collect(send_request(model, id="7", IN=floats(1, 2)))
     assert response.error is None and response.final
     assert (response.model_name, response.id) == ("all", "7")
     assert response.output("OUT").array.tolist() == [13, 15]
@@ -168,7 +168,7 @@ async def test_independent_steps_run_concurrently(server: Server) -> None:
         step("plus1", {"IN": "a", "MORE": "b"}, {"OUT": "OUT"}),
     )
     model = (await server.start()).model("all")
-    (response,) = await collect(ask(model, IN=floats(1)))
+    (response,) = await collect(send_request(model, IN=floats(1)))
     assert response.output("OUT").array.tolist() == [3]
 
 
@@ -191,7 +191,7 @@ async def test_omitted_optional_input(server: Server) -> None:
     server.add_ensemble(step("plus1", {"IN": "IN", "MORE": "MORE"}, {"OUT": "OUT"}), tensors=ADD_TENSORS)
     model = (await server.start()).model("all")
     for arrays, expected in (({"IN": floats(1)}, [2]), ({"IN": floats(1), "MORE": floats(5)}, [7])):
-        (response,) = await collect(ask(model, **arrays))
+        (response,) = await collect(send_request(model, **arrays))
         assert response.output("OUT").array.tolist() == expected
 
 
@@ -207,13 +207,13 @@ async def test_optional_input_from_a_missing_output(server: Server) -> None:
         tensors=f'input {{ name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }} output [ {", ".join(outputs)} ]',
     )
     model = (await server.start()).model("all")
-    (response,) = await collect(ask(model, IN=floats(1, 200)))
+    (response,) = await collect(send_request(model, IN=floats(1, 200)))
     assert {tensor.name: tensor.array.tolist() for tensor in response.outputs} == {
         "OUT": [202],
         "LARGE": [200],
         "MORE": [310],
     }
-    (response,) = await collect(ask(model, IN=floats(1)))
+    (response,) = await collect(send_request(model, IN=floats(1)))
     assert {tensor.name: tensor.array.tolist() for tensor in response.outputs} == {"OUT": [2]}
 
 
@@ -224,7 +224,7 @@ async def test_missing_required_output_fails_the_request(server: Server) -> None
         step("plus1", {"IN": "large", "MORE": "small"}, {"OUT": "OUT"}),
     )
     model = (await server.start()).model("all")
-    (response,) = await collect(ask(model, IN=floats(1)))
+    (response,) = await collect(send_request(model, IN=floats(1)))
     assert response.error is not None and "missing required input(s) ['IN']" in response.error.message
 
 
@@ -258,7 +258,9 @@ async def test_steps_after_a_decoupled_step_run_per_response(server: Server) -> 
         path.write_text(path.read_text().replace("ensemble_scheduling {", f"ensemble_scheduling {{ {limit}"))
         core = await server.start()
         assert reason(core) == ""
-        responses = await collect(ask(core.model("all"), COUNT=np.array([5], np.int32), IN=floats(0)))
+        responses = await collect(
+            send_request(core.model("all"), COUNT=np.array([5], np.int32), IN=floats(0))
+        )
         values = sorted(r.output("OUT").array[0] for r in responses if r.outputs)
         assert values == [101, 102, 103, 104, 105]
         assert responses[-1].flag_only and all(r.error is None for r in responses)
@@ -273,7 +275,7 @@ async def test_ensemble_is_decoupled_if_a_step_is(server: Server, policy: str) -
     path.write_text(path.read_text().replace("model_transaction_policy { decoupled: true }", policy))
     model = (await server.start()).model("all")
     assert model.decoupled and model.config.model_transaction_policy.decoupled
-    responses = await collect(ask(model, COUNT=np.array([3], np.int32)))
+    responses = await collect(send_request(model, COUNT=np.array([3], np.int32)))
     assert [response.output("OUT").array.tolist() for response in responses[:-1]] == [[0], [1], [2]]
     assert responses[-1].flag_only
 
@@ -284,7 +286,7 @@ async def test_ensemble_without_decoupled_steps_is_not_decoupled(server: Server)
     )
     model = (await server.start()).model("all")
     assert not model.decoupled and not model.config.model_transaction_policy.decoupled
-    (response,) = await collect(ask(model, IN=floats(1)))
+    (response,) = await collect(send_request(model, IN=floats(1)))
     assert response.final and response.output("OUT").array.tolist() == [2]
 
 
@@ -294,7 +296,7 @@ async def test_output_listed_twice_is_one_output(server: Server, caplog: pytest.
     model = (await server.start()).model("all")
     assert [output.name for output in model.metadata().outputs] == ["OUT"]
     assert "model 'all': its configuration lists output 'OUT' more than once" in caplog.text
-    (response,) = await collect(ask(model, IN=floats(1)))
+    (response,) = await collect(send_request(model, IN=floats(1)))
     assert [tensor.name for tensor in response.outputs] == ["OUT"]
 
 
@@ -303,7 +305,7 @@ async def test_failing_step_fails_only_its_request(server: Server) -> None:
         step("plus1", {"IN": "IN"}, {"OUT": "first"}), step("plus10", {"IN": "first"}, {"OUT": "OUT"})
     )
     model = (await server.start()).model("all")
-    bad, good = ask(model, IN=floats(5000)), ask(model, IN=floats(1))
+    bad, good = send_request(model, IN=floats(5000)), send_request(model, IN=floats(1))
     (response,) = await collect(bad)
     assert response.error is not None
     assert "in ensemble 'all', Failed to process" in response.error.message
@@ -317,7 +319,7 @@ async def test_cancellation_is_passed_to_the_steps(server: Server) -> None:
     server.repository.add("held", waiting_for(folder / "go"), ADD_TENSORS)
     server.add_ensemble(step("held", {"IN": "IN"}, {"OUT": "a"}), step("plus1", {"IN": "a"}, {"OUT": "OUT"}))
     core = await server.start()
-    stream = ask(core.model("all"), IN=floats(1))
+    stream = send_request(core.model("all"), IN=floats(1))
     await until((folder / "begun").exists)
     stream.cancel()
     (response,) = await asyncio.wait_for(collect(stream), 60)
@@ -339,7 +341,7 @@ async def test_loading_an_ensemble_loads_its_steps(server: Server) -> None:
     with pytest.raises(Unavailable, match="'all' has no available versions"):
         core.model("all")
     await core.load_model("plus1")
-    (response,) = await collect(ask(core.model("all"), IN=floats(1)))
+    (response,) = await collect(send_request(core.model("all"), IN=floats(1)))
     assert response.error is None
 
 
@@ -364,8 +366,8 @@ async def test_unload_dependents_unloads_steps_that_are_not_used_elsewhere(
         ([step("plus1", {"WHAT": "IN"}, {"OUT": "OUT"})], "model 'plus1' has no input 'WHAT'"),
         ([step("plus1", {"IN": "IN"}, {"WHAT": "OUT"})], "model 'plus1' has no output 'WHAT'"),
         ([step("plus1", {"MORE": "IN"}, {"OUT": "OUT"})], "needs the input 'IN'"),
-        ([step("all", {"IN": "IN"}, {"OUT": "OUT"})], "in a circle: all -> all"),
-        ([step("plus1", {"IN": "x"}, {"OUT": "OUT"})], "is no input of the ensemble"),
+        ([step("all", {"IN": "IN"}, {"OUT": "OUT"})], "in a cycle: all -> all"),
+        ([step("plus1", {"IN": "x"}, {"OUT": "OUT"})], "is neither an input of the ensemble"),
     ],
 )
 async def test_invalid_ensemble_is_unavailable(server: Server, steps: list[str], message: str) -> None:
@@ -379,14 +381,14 @@ async def test_cyclic_ensembles_do_not_deadlock(server: Server) -> None:
     server.add_ensemble(step("other", {"IN": "IN"}, {"OUT": "OUT"}))
     server.add_ensemble(step("all", {"IN": "IN"}, {"OUT": "OUT"}), name="other")
     core = await asyncio.wait_for(server.start(), 60)
-    assert "in a circle" in reason(core) + reason(core, "other")
+    assert "in a cycle" in reason(core) + reason(core, "other")
     assert not any(model.name in ("all", "other") for model in core.models())
 
 
 async def test_nested_ensembles(server: Server) -> None:
     server.add_ensemble(step("plus1", {"IN": "IN"}, {"OUT": "OUT"}), name="inner")
     server.add_ensemble(step("inner", {"IN": "IN"}, {"OUT": "a"}), step("inner", {"IN": "a"}, {"OUT": "OUT"}))
-    (response,) = await collect(ask((await server.start()).model("all"), IN=floats(1)))
+    (response,) = await collect(send_request((await server.start()).model("all"), IN=floats(1)))
     assert response.output("OUT").array.tolist() == [3]
 
 
@@ -436,7 +438,7 @@ async def test_batch_dimension_is_added_and_removed_between_steps(
     model = (await server.start()).model("all")
     row = floats(1, 2)
     given = row[None] if ensemble_batches else row
-    (response,) = await collect(ask(model, IN=given))
+    (response,) = await collect(send_request(model, IN=given))
     assert response.error is None, response.error
     assert response.output("OUT").array.tolist() == given.tolist()
     assert (response.output("FIRST").array == 1 + first_batches).all()
@@ -451,7 +453,7 @@ async def test_batch_size_above_one_does_not_fit_a_step_without_batching(server:
         tensors="max_batch_size: 4 " + IDENTITY_TENSORS.replace("-1", "2"),
     )
     model = (await server.start()).model("all")
-    (response,) = await collect(ask(model, IN=np.ones((2, 2), np.float32)))
+    (response,) = await collect(send_request(model, IN=np.ones((2, 2), np.float32)))
     assert response.error is not None and "unexpected shape for input 'IN'" in response.error.message
 
 
@@ -462,7 +464,7 @@ async def test_dimension_is_not_removed_between_models_that_do_not_batch(server:
         tensors=IDENTITY_TENSORS.replace("dims: [ -1 ]", "dims: [ -1, 2 ]"),
     )
     model = (await server.start()).model("all")
-    (response,) = await collect(ask(model, IN=np.ones((1, 2), np.float32)))
+    (response,) = await collect(send_request(model, IN=np.ones((1, 2), np.float32)))
     assert response.error is not None and "unexpected shape for input 'IN'" in response.error.message
 
 
@@ -498,7 +500,7 @@ async def test_statistics_are_sums_of_the_steps(server: Server) -> None:
     server.add_ensemble(step("inner", {"IN": "IN"}, {"OUT": "a"}), step("slow", {"IN": "a"}, {"OUT": "OUT"}))
     core = await server.start()
     model = core.model("all")
-    stream = ask(model, IN=floats(1))
+    stream = send_request(model, IN=floats(1))
     assert model.pending_count == 0
     await collect(stream)
     found = {name: core.model(name).statistics.snapshot() for name in ("all", "plus1", "plus10", "slow")}

@@ -39,11 +39,11 @@ def test_steps_for_outputs() -> None:
     ("steps", "message"),
     [
         ([], "must specify 'step'"),
-        (["m: B -> Z"], "tensor 'B', which step 0 .'m'. reads, is no input"),
+        (["m: B -> Z"], "tensor 'B', which step 0 .'m'. reads, is neither an input"),
         (["m: A -> B"], "no step produces the output 'Z'"),
         (["m: A -> Z", "n: A -> Z"], "'Z' can have only one producer"),
         (["m: A -> Z A"], "'A' can have only one producer"),
-        (["m: A C -> B", "n: B -> C Z"], "in a circle: 0 .'m'., 1 .'n'."),
+        (["m: A C -> B", "n: B -> C Z"], "in a cycle: 0 .'m'., 1 .'n'."),
         (["m: -> Z"], "must specify 'input_map' in step 0"),
         (["m: A -> "], "must specify 'output_map' in step 0"),
         ([": A -> Z"], "must specify 'model_name' in step 0"),

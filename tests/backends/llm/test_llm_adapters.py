@@ -75,7 +75,7 @@ async def core(made, tmp_path):
     await core.stop()
 
 
-async def ask(core, parameters=None, **tensors) -> str:
+async def send_request(core, parameters=None, **tensors) -> str:
     inputs = {"text_input": Tensor.from_strings("text_input", [PROMPT])}
     inputs |= {name: Tensor.from_numpy(name, array) for name, array in tensors.items()}
     request = InferenceRequest("tiny", inputs, parameters={**PARAMETERS, **(parameters or {})})
@@ -88,22 +88,27 @@ async def ask(core, parameters=None, **tensors) -> str:
 async def test_by_name(core, made):
     _, _, texts = made
     names = ["one", "", "two"] * 3
-    answers = await asyncio.gather(*(ask(core, {"lora_name": name} if name else {}) for name in names))
+    answers = await asyncio.gather(
+        *(send_request(core, {"lora_name": name} if name else {}) for name in names)
+    )
     assert answers == [texts[name] for name in names]
     with pytest.raises(
         InvalidArgument, match=r"LoRA nobody is not supported, we currently support \['one', 'two'\]"
     ):
-        await ask(core, {"lora_name": "nobody"})
+        await send_request(core, {"lora_name": "nobody"})
     sampling = np.array([json.dumps({**PARAMETERS, "lora_name": "two"}).encode()], object)
-    assert await ask(core, sampling_parameters=sampling) == texts["two"]
+    assert await send_request(core, sampling_parameters=sampling) == texts["two"]
 
 
 async def test_by_path(core, made):
     _, adapters, texts = made
-    assert await ask(core, {"lora_name": "third", "lora_path": str(adapters["three"])}) == texts["three"]
-    assert await ask(core, {"lora_name": "third"}) == texts["three"], "it stays"
+    assert (
+        await send_request(core, {"lora_name": "third", "lora_path": str(adapters["three"])})
+        == texts["three"]
+    )
+    assert await send_request(core, {"lora_name": "third"}) == texts["three"], "it stays"
     with pytest.raises(InvalidArgument, match="there is no such directory"):
-        await ask(core, {"lora_name": "fourth", "lora_path": "/nowhere"})
+        await send_request(core, {"lora_name": "fourth", "lora_path": "/nowhere"})
 
 
 async def test_by_tensors(core, made):
@@ -113,23 +118,23 @@ async def test_by_tensors(core, made):
     weights = {"lora_weights": rows, "lora_config": np.array(tensors.config, np.int32)}
     task = {"lora_task_id": np.array([2**63 + 7], np.uint64)}
     with pytest.raises(InvalidArgument, match=f"lora_task_id: {2**63 + 7} is not cached"):
-        await ask(core, **task)
-    assert await ask(core, **task, **weights) == texts["three"]
-    assert await ask(core, **task) == texts["three"]
+        await send_request(core, **task)
+    assert await send_request(core, **task, **weights) == texts["three"]
+    assert await send_request(core, **task) == texts["three"]
     with pytest.raises(InvalidArgument, match="lora_config: needs lora_task_id"):
-        await ask(core, lora_config=weights["lora_config"])
-    with pytest.raises(InvalidArgument, match="must come together with lora_config"):
-        await ask(core, **task, lora_weights=rows)
+        await send_request(core, lora_config=weights["lora_config"])
+    with pytest.raises(InvalidArgument, match="must be sent together with lora_config"):
+        await send_request(core, **task, lora_weights=rows)
     with pytest.raises(InvalidArgument, match="cannot be combined with lora_task_id"):
-        await ask(core, {"lora_name": "one"}, **task)
+        await send_request(core, {"lora_name": "one"}, **task)
     with pytest.raises(InvalidArgument, match=r"lora_config: .*module id 99"):
         bad = weights["lora_config"].copy()
         bad[0, 0] = 99
-        await ask(core, lora_task_id=np.array([8], np.uint64), lora_weights=rows, lora_config=bad)
+        await send_request(core, lora_task_id=np.array([8], np.uint64), lora_weights=rows, lora_config=bad)
     dora = np.concatenate([weights["lora_config"], np.ones((len(rows), 1), np.int32)], axis=1)
     with pytest.raises(InvalidArgument, match="lora_config"):
-        await ask(core, lora_task_id=np.array([9], np.uint64), lora_weights=rows, lora_config=dora)
-    assert await ask(core) == texts[""]
+        await send_request(core, lora_task_id=np.array([9], np.uint64), lora_weights=rows, lora_config=dora)
+    assert await send_request(core) == texts[""]
 
 
 async def test_by_model_name(core, made):
@@ -144,13 +149,13 @@ async def test_by_model_name(core, made):
     assert list(cards) == ["tiny", "one", "two"] and cards["one"]["parent"] == "tiny"
     assert (await client.get("/v1/models/tiny:two")).json()["id"] == "tiny:two"
     for model, name in {"one": "one", "tiny:two": "two", "tiny": ""}.items():
-        answer = await complete(model)
-        assert (answer["choices"][0]["text"], answer["model"]) == (texts[name], model)
+        response = await complete(model)
+        assert (response["choices"][0]["text"], response["model"]) == (texts[name], model)
     assert (await complete("three"))["error"]["code"] == "model_not_found"
 
     load = {"lora_name": "three", "lora_path": str(adapters["three"])}
-    answer = await client.post("/v1/load_lora_adapter", load)
-    assert answer.body == b"Success: LoRA adapter 'three' added successfully."
+    response = await client.post("/v1/load_lora_adapter", load)
+    assert response.body == b"Success: LoRA adapter 'three' added successfully."
     assert (await complete("three"))["choices"][0]["text"] == texts["three"]
     again = (await client.post("/v1/load_lora_adapter", load)).json()
     assert "already been loaded" in again["error"]["message"]
@@ -178,7 +183,7 @@ async def test_metrics_name_the_adapters(core, step_pace):
     assert 'max_lora="2",model="tiny",running_lora_adapters="",version="1",waiting_lora_adapters=""' in line
     stream = np.array([True])
     tasks = [
-        asyncio.create_task(ask(core, {"max_tokens": 400, "lora_name": name}, stream=stream))
+        asyncio.create_task(send_request(core, {"max_tokens": 400, "lora_name": name}, stream=stream))
         for name in ("two", "one")
     ]
     await until(lambda: 'running_lora_adapters="one,two"' in info()[0])
@@ -201,7 +206,7 @@ async def test_runtime_lora_is_disabled_by_default(made, tmp_path):
     await core.start()
     try:
         with pytest.raises(InvalidArgument, match="allow_runtime_lora"):
-            await ask(core, {"lora_name": "two", "lora_path": str(adapters["two"])})
+            await send_request(core, {"lora_name": "two", "lora_path": str(adapters["two"])})
         client = AsgiClient(create_app(core, OpenAIOptions()))
         load = {"lora_name": "two", "lora_path": str(adapters["two"])}
         assert (await client.post("/v1/load_lora_adapter", load)).status == 403

@@ -11,7 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_llm_backend import outputs, request, write_repository
 
 import neso.server.core
+from neso.backends.llm.metrics import AdapterMetrics
+from neso.engine.lora.config import LoraConfig
 from neso.server.errors import ErrorCode
+from neso.server.metrics.registry import MetricsRegistry
 from neso.server.options import ModelControlMode, ServerOptions
 
 LABELS = {"model": "pilot", "version": "1"}
@@ -150,3 +153,19 @@ async def test_tensorrt_llm_families(tmp_path, kind):
         else:
             assert found["inflight_batcher_metrics"]["generation_requests"] == 1
             assert "v1_metrics" not in found
+
+
+def test_unused_names_are_removed():
+    registry = MetricsRegistry()
+    metrics = AdapterMetrics(registry, "pilot", "1", LoraConfig(enable_lora=True))
+    for number in range(50):
+        metrics.add_waiting(f"made-up-{number}")
+        if number % 2:
+            metrics.start(f"made-up-{number}")
+        metrics.remove(f"made-up-{number}", started=bool(number % 2))
+    metrics.add_waiting("real")
+    metrics.add_waiting("real")
+    metrics.start("real")
+    assert dict(metrics._running) == dict(metrics._waiting) == {"real": 1}
+    shown = registry.render().decode()
+    assert 'running_lora_adapters="real",' in shown and "made-up" not in shown

@@ -64,8 +64,8 @@ ensemble_scheduling { step {
 """
 
 
-class Fronts:
-    """The ports of the front ends, and their trace collector."""
+class TracedServer:
+    """The ports of the frontends, and their trace collector."""
 
     def __init__(self, http: KServeHttp, grpc: KServeGrpc, collector: Collector) -> None:
         self.http, self.grpc, self.collector = http.port, grpc.port, collector
@@ -75,7 +75,7 @@ class Fronts:
 
 
 @pytest.fixture
-async def fronts(tmp_path: Path) -> AsyncIterator[Fronts]:
+async def server(tmp_path: Path) -> AsyncIterator[TracedServer]:
     for name, config, file, content in (
         ("pilot", 'backend: "llm"', "model.json", orjson.dumps({"model": "neso-pilot", "num_blocks": 256})),
         ("caller", CALLER_CONFIG, "model.py", CALLER.encode()),
@@ -102,7 +102,7 @@ async def fronts(tmp_path: Path) -> AsyncIterator[Fronts]:
         http.mount("/v1", create_app(core, OpenAIOptions()))
         await http.start()
         await grpc.start()
-        yield Fronts(http, grpc, collector)
+        yield TracedServer(http, grpc, collector)
         await http.stop(1)
         await grpc.stop(1)
         await core.stop()
@@ -149,9 +149,9 @@ def generate(port: int, endpoint: str, begun: Callable[[], None] = lambda: None,
         return first + bytes(response.read())
 
 
-async def test_openai_completions(fronts):
+async def test_openai_completions(server):
     def complete() -> Any:
-        return fronts.openai().completions.create(
+        return server.openai().completions.create(
             model="pilot",
             prompt=PROMPT,
             max_tokens=4,
@@ -162,9 +162,9 @@ async def test_openai_completions(fronts):
         )
 
     usage = (await asyncio.to_thread(complete)).usage
-    await asyncio.to_thread(fronts.collector.wait_for, 6)
-    check(fronts.collector, ["InferRequest", "pilot"], (usage.prompt_tokens, 4))
-    root, model = (fronts.collector.span(name) for name in ("InferRequest", "pilot"))
+    await asyncio.to_thread(server.collector.wait_for, 6)
+    check(server.collector, ["InferRequest", "pilot"], (usage.prompt_tokens, 4))
+    root, model = (server.collector.span(name) for name in ("InferRequest", "pilot"))
     assert root.events == [
         *("HTTP_RECV_START", "HTTP_RECV_END", "INFER_RESPONSE_COMPLETE", "HTTP_SEND_START", "HTTP_SEND_END")
     ]
@@ -174,9 +174,9 @@ async def test_openai_completions(fronts):
     assert model.attributes["gen_ai.response.id"] == model.attributes["triton.request_id"]
 
 
-async def test_openai_chat_stream(fronts):
+async def test_openai_chat_stream(server):
     def chat() -> int:
-        stream = fronts.openai().chat.completions.create(
+        stream = server.openai().chat.completions.create(
             model="pilot",
             messages=[{"role": "user", "content": PROMPT}],
             max_tokens=4,
@@ -188,105 +188,105 @@ async def test_openai_chat_stream(fronts):
         return next(chunk.usage.prompt_tokens for chunk in stream if chunk.usage)
 
     prompt_tokens = await asyncio.to_thread(chat)
-    await asyncio.to_thread(fronts.collector.wait_for, 6)
-    check(fronts.collector, ["InferRequest", "pilot"], (prompt_tokens, 4))
+    await asyncio.to_thread(server.collector.wait_for, 6)
+    check(server.collector, ["InferRequest", "pilot"], (prompt_tokens, 4))
 
 
-async def test_several_prompts_share_one_request_span(fronts):
+async def test_several_prompts_share_one_request_span(server):
     def complete() -> None:
-        fronts.openai().completions.create(
+        server.openai().completions.create(
             model="pilot", prompt=[PROMPT, PROMPT + "?"], max_tokens=2, extra_headers=HEADERS
         )
 
     await asyncio.to_thread(complete)
-    await asyncio.to_thread(fronts.collector.wait_for, 11)
-    assert fronts.collector.tree()["InferRequest"] == ["pilot", "pilot"]
+    await asyncio.to_thread(server.collector.wait_for, 11)
+    assert server.collector.tree()["InferRequest"] == ["pilot", "pilot"]
 
 
-async def test_generate(fronts):
-    await asyncio.to_thread(generate, fronts.http, "generate", max_tokens=4)
-    await asyncio.to_thread(fronts.collector.wait_for, 6)
-    prompt_tokens = fronts.collector.span("pilot").attributes["gen_ai.usage.input_tokens"]
-    check(fronts.collector, ["InferRequest", "pilot"], (prompt_tokens, 4))
+async def test_generate(server):
+    await asyncio.to_thread(generate, server.http, "generate", max_tokens=4)
+    await asyncio.to_thread(server.collector.wait_for, 6)
+    prompt_tokens = server.collector.span("pilot").attributes["gen_ai.usage.input_tokens"]
+    check(server.collector, ["InferRequest", "pilot"], (prompt_tokens, 4))
 
 
-async def test_generate_stream(fronts, step_pace):
+async def test_generate_stream(server, step_pace):
     step_pace.seconds = 0.2  # until the first part has been read
 
     def begun() -> None:
         step_pace.seconds = 0.0
 
     options = {"stream": True, "max_tokens": 100, "ignore_eos": True}
-    body = await asyncio.to_thread(generate, fronts.http, "generate_stream", begun, **options)
+    body = await asyncio.to_thread(generate, server.http, "generate_stream", begun, **options)
     assert body.count(b"data: ") > 1
-    await asyncio.to_thread(fronts.collector.wait_for, 6)
-    root = fronts.collector.span("InferRequest")
+    await asyncio.to_thread(server.collector.wait_for, 6)
+    root = server.collector.span("InferRequest")
     assert root.events.index("HTTP_SEND_START") < root.events.index("INFER_RESPONSE_COMPLETE")
     assert root.events[-1] == "HTTP_SEND_END"
 
 
-async def test_grpc_stream(fronts):
+async def test_grpc_stream(server):
     def stream() -> None:
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        with triton_grpc.InferenceServerClient(f"127.0.0.1:{fronts.grpc}") as client:
+        with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
             client.start_stream(lambda result, error: answers.put((result, error)), headers=dict(HEADERS))
             client.async_stream_infer("pilot", [text_input(triton_grpc)], parameters={"max_tokens": 4})
             _, error = answers.get(timeout=60)
             assert error is None
 
     await asyncio.to_thread(stream)
-    await asyncio.to_thread(fronts.collector.wait_for, 6)
-    prompt_tokens = fronts.collector.span("pilot").attributes["gen_ai.usage.input_tokens"]
-    check(fronts.collector, ["InferRequest", "pilot"], (prompt_tokens, 4))
-    assert fronts.collector.span("InferRequest").events == [
+    await asyncio.to_thread(server.collector.wait_for, 6)
+    prompt_tokens = server.collector.span("pilot").attributes["gen_ai.usage.input_tokens"]
+    check(server.collector, ["InferRequest", "pilot"], (prompt_tokens, 4))
+    assert server.collector.span("InferRequest").events == [
         *("GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "INFER_RESPONSE_COMPLETE"),
         *("GRPC_SEND_START", "GRPC_SEND_END"),
     ]
 
 
 @pytest.mark.parametrize("module", [triton_http, triton_grpc])
-async def test_ensemble_and_nested_calls_are_one_tree(fronts, module):
-    port = fronts.http if module is triton_http else fronts.grpc
+async def test_ensemble_and_nested_calls_are_one_tree(server, module):
+    port = server.http if module is triton_http else server.grpc
 
     def infer() -> None:
         with module.InferenceServerClient(f"127.0.0.1:{port}") as client:
             client.infer("ensemble", [text_input(module)], headers=dict(HEADERS))
 
     await asyncio.to_thread(infer)
-    await asyncio.to_thread(fronts.collector.wait_for, 9)
-    prompt_tokens = fronts.collector.span("pilot").attributes["gen_ai.usage.input_tokens"]
-    check(fronts.collector, ["InferRequest", "ensemble", "caller", "pilot"], (prompt_tokens, 3))
+    await asyncio.to_thread(server.collector.wait_for, 9)
+    prompt_tokens = server.collector.span("pilot").attributes["gen_ai.usage.input_tokens"]
+    check(server.collector, ["InferRequest", "ensemble", "caller", "pilot"], (prompt_tokens, 3))
     receive, send = {triton_http: ("HTTP_RECV", "HTTP_SEND"), triton_grpc: ("GRPC_WAITREAD", "GRPC_SEND")}[
         module
     ]
-    assert fronts.collector.span("InferRequest").events == [
+    assert server.collector.span("InferRequest").events == [
         *(f"{receive}_START", f"{receive}_END", "INFER_RESPONSE_COMPLETE", f"{send}_START", f"{send}_END")
     ]
 
 
-async def test_disconnect_ends_the_trace(fronts, step_pace):
+async def test_disconnect_ends_the_trace(server, step_pace):
     def leave() -> None:
-        stream = fronts.openai().completions.create(
+        stream = server.openai().completions.create(
             model="pilot", prompt=PROMPT, max_tokens=400, stream=True, extra_headers=HEADERS
         )
         next(iter(stream))
         stream.close()
 
     await asyncio.to_thread(leave)
-    await asyncio.to_thread(fronts.collector.wait_for, 6)
-    assert "cancelled" in fronts.collector.span("pilot").error
+    await asyncio.to_thread(server.collector.wait_for, 6)
+    assert "cancelled" in server.collector.span("pilot").error
 
 
-async def test_rejected_requests_have_no_model_span(fronts):
+async def test_rejected_requests_have_no_model_span(server):
     def refused() -> None:
         with pytest.raises(openai.BadRequestError):
-            fronts.openai().completions.create(model="pilot", prompt=PROMPT, n=-1, extra_headers=HEADERS)
+            server.openai().completions.create(model="pilot", prompt=PROMPT, n=-1, extra_headers=HEADERS)
         with pytest.raises(openai.NotFoundError):
-            fronts.openai().completions.create(model="nobody", prompt=PROMPT, extra_headers=HEADERS)
+            server.openai().completions.create(model="nobody", prompt=PROMPT, extra_headers=HEADERS)
 
     await asyncio.to_thread(refused)
-    await asyncio.to_thread(generate, fronts.http, "generate", max_tokens=2)
+    await asyncio.to_thread(generate, server.http, "generate", max_tokens=2)
     await asyncio.to_thread(
-        fronts.collector.wait_until, lambda: any(span.name == "pilot" for span in fronts.collector.spans)
+        server.collector.wait_until, lambda: any(span.name == "pilot" for span in server.collector.spans)
     )
-    assert [span.name for span in fronts.collector.spans].count("pilot") == 1
+    assert [span.name for span in server.collector.spans].count("pilot") == 1

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import onnxruntime
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 from eventually import until
 from onnx_models import T, accumulator, graph, identity, linear, node, onnx
 
@@ -23,9 +23,9 @@ def direct(model: bytes, **inputs) -> list[np.ndarray]:
     return onnxruntime.InferenceSession(model).run(None, inputs)
 
 
-async def answer(model, **arrays):
+async def infer(model, **arrays):
     """Return outputs by name; raises the error."""
-    (response,) = await asyncio.wait_for(collect(ask(model, **arrays)), 60)
+    (response,) = await asyncio.wait_for(collect(send_request(model, **arrays)), 60)
     if response.error is not None:
         raise response.error
     return {tensor.name: tensor.array for tensor in response.outputs}
@@ -64,7 +64,7 @@ async def test_model_without_config_pbtxt(serve_files):
         ("TOP", [1], True),
     ]
     x = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)
-    outputs = await answer(model, X=x)
+    outputs = await infer(model, X=x)
     expected_sum, expected_top = direct(linear(), X=x)
     np.testing.assert_array_equal(outputs["SUM"], expected_sum)
     np.testing.assert_array_equal(outputs["TOP"], expected_top[:, None])
@@ -82,7 +82,7 @@ async def test_default_max_batch_size(serve_files, size, batches):
 async def test_fixed_first_dimension_disables_batching(serve_files):
     model = (await serve_files(None, {"model.onnx": linear(batch=2)})).model("model")
     assert model.config.max_batch_size == 0 and not model.config.HasField("dynamic_batching")
-    assert (await answer(model, X=np.ones((2, 4), np.float32)))["SUM"].shape == (2, 3)
+    assert (await infer(model, X=np.ones((2, 4), np.float32)))["SUM"].shape == (2, 3)
     core = await serve_files(CONFIG + "max_batch_size: 2", {"model.onnx": linear(batch=2)})
     assert reason(core) == (
         "autofill failed for model 'model': model does not support batching while non-zero max_batch_size is specified"
@@ -93,9 +93,9 @@ async def test_requests_are_batched(serve_files):
     config = CONFIG + "max_batch_size: 16 dynamic_batching { max_queue_delay_microseconds: 50000 }"
     model = (await serve_files(config, LINEAR)).model("model")
     x = np.random.default_rng(2).standard_normal((16, 4)).astype(np.float32)
-    answers = await asyncio.gather(*(answer(model, X=x[n : n + 2]) for n in range(0, 16, 2)))
+    outputs = await asyncio.gather(*(infer(model, X=x[n : n + 2]) for n in range(0, 16, 2)))
     expected, _ = direct(linear(), X=x)
-    np.testing.assert_allclose(np.concatenate([a["SUM"] for a in answers]), expected, rtol=1e-5)
+    np.testing.assert_allclose(np.concatenate([a["SUM"] for a in outputs]), expected, rtol=1e-5)
     await until(lambda: model.statistics.execution_count)
     statistics = model.statistics.snapshot()
     assert (statistics["inference_count"], statistics["execution_count"]) == (16, 1)
@@ -130,7 +130,7 @@ async def test_all_datatypes(serve_files, datatype, shape):
         array = np.full(given, "grüß".encode(), np.object_)
     else:
         array = np.arange(np.prod(given)).reshape(given).astype(datatype.dtype)
-    outputs = await answer(model, IN=array)
+    outputs = await infer(model, IN=array)
     assert outputs["OUT"].dtype == array.dtype and outputs["OUT"].tolist() == array.tolist()
 
 
@@ -142,7 +142,7 @@ async def test_bfloat16_with_other_datatypes(serve_files):
     )
     model = (await serve_files(None, {"model.onnx": graph(nodes, *specs)})).model("model")
     a = np.array([[1, 2.5]], np.float32)
-    outputs = await answer(model, A=a, C=(2 * a).astype(ml_dtypes.bfloat16))
+    outputs = await infer(model, A=a, C=(2 * a).astype(ml_dtypes.bfloat16))
     assert outputs["B"].dtype == ml_dtypes.bfloat16 and outputs["B"].tolist() == [[1, 2.5]]
     assert outputs["D"].tolist() == [[2, 5]]
 
@@ -150,8 +150,8 @@ async def test_bfloat16_with_other_datatypes(serve_files):
 async def test_text_that_is_not_utf_8(serve_files):
     model = (await serve_files(None, {"model.onnx": identity(T.STRING, ["N", 1])})).model("model")
     with pytest.raises(Exception, match="tensor 'IN' holds bytes that are not UTF-8"):
-        await answer(model, IN=np.array([[b"\xff"]], np.object_))
-    assert (await answer(model, IN=np.array([[b"ok"]], np.object_)))["OUT"].tolist() == [[b"ok"]]
+        await infer(model, IN=np.array([[b"\xff"]], np.object_))
+    assert (await infer(model, IN=np.array([[b"ok"]], np.object_)))["OUT"].tolist() == [[b"ok"]]
 
 
 async def test_runtime_error_fails_the_request(serve_files):
@@ -162,8 +162,8 @@ async def test_runtime_error_fails_the_request(serve_files):
     )
     model = (await serve_files(None, {"model.onnx": model})).model("model")
     with pytest.raises(Exception, match=r"onnx runtime error: .*cannot be reshaped"):
-        await answer(model, IN=np.zeros(3, np.float32))
-    assert (await answer(model, IN=np.zeros(4, np.float32)))["OUT"].shape == (2, 2)
+        await infer(model, IN=np.zeros(3, np.float32))
+    assert (await infer(model, IN=np.zeros(4, np.float32)))["OUT"].shape == (2, 2)
 
 
 async def test_optional_inputs(serve_files):
@@ -177,8 +177,8 @@ async def test_optional_inputs(serve_files):
     loaded = (await serve_files(None, {"model.onnx": model})).model("model")
     assert [(t.name, t.optional) for t in loaded.config.input] == [("IN", False), ("FACTOR", True)]
     one = np.ones((1, 2), np.float32)
-    assert (await answer(loaded, IN=one))["OUT"].tolist() == [[3, 3]]
-    assert (await answer(loaded, IN=one, FACTOR=np.full((1, 1), 5, np.float32)))["OUT"].tolist() == [[5, 5]]
+    assert (await infer(loaded, IN=one))["OUT"].tolist() == [[3, 3]]
+    assert (await infer(loaded, IN=one, FACTOR=np.full((1, 1), 5, np.float32)))["OUT"].tolist() == [[5, 5]]
 
 
 async def test_folder_with_external_data(serve_files, tmp_path):
@@ -192,13 +192,13 @@ async def test_folder_with_external_data(serve_files, tmp_path):
     model = (await serve_files(None, files)).model("model")
     x = np.ones((1, 64), np.float32)
     np.testing.assert_array_equal(
-        (await answer(model, X=x))["SUM"], direct(linear(features=64, outputs=64), X=x)[0]
+        (await infer(model, X=x))["SUM"], direct(linear(features=64, outputs=64), X=x)[0]
     )
 
 
 async def test_default_model_filename(serve_files):
     core = await serve_files(CONFIG + 'default_model_filename: "net.bin"', {"net.bin": linear()})
-    assert (await answer(core.model("model"), X=np.ones((1, 4), np.float32)))["SUM"].shape == (1, 3)
+    assert (await infer(core.model("model"), X=np.ones((1, 4), np.float32)))["SUM"].shape == (1, 3)
 
 
 X, OUT = typed("FP32", "[ 4 ]"), typed("FP32", "[ 3 ]")
@@ -286,7 +286,7 @@ async def test_non_tensor_outputs_are_left_out(serve_files):
     files = {"model.onnx": made.SerializeToString()}
     model = (await serve_files(None, files)).model("model")
     assert [t.name for t in model.config.output] == ["SUM", "TOP"]
-    assert (await answer(model, X=np.ones((1, 4), np.float32)))["SUM"].shape == (1, 3)
+    assert (await infer(model, X=np.ones((1, 4), np.float32)))["SUM"].shape == (1, 3)
     config = batched(X, "LIST", OUT)
     assert "unsupported type seq(tensor(float)) of output 'LIST'" in reason(
         await serve_files(CONFIG + config, files)
@@ -321,7 +321,7 @@ async def test_settings_are_passed_to_the_runtime(serve_files, monkeypatch):
     )
     values_of_backend = {"onnxruntime": {"intra_op_thread_count": "1", "execution_mode": "0"}}
     core = await serve_files(config, LINEAR, backend_config=values_of_backend)
-    await answer(core.model("model"), X=np.ones((1, 4), np.float32))
+    await infer(core.model("model"), X=np.ones((1, 4), np.float32))
     assert len(opened) == 3  # one to complete the configuration, and one per instance
     for options, providers in opened[1:]:
         assert providers == ["CPUExecutionProvider"]
@@ -334,7 +334,7 @@ async def test_settings_are_passed_to_the_runtime(serve_files, monkeypatch):
         core = await serve_files(
             CONFIG + parameters(**{"memory.enable_memory_arena_shrinkage": value}), LINEAR
         )
-        await answer(core.model("model"), X=np.ones((1, 4), np.float32))
+        await infer(core.model("model"), X=np.ones((1, 4), np.float32))
         assert ran[-1].get_run_config_entry("memory.enable_memory_arena_shrinkage") == "cpu:0"
 
 
@@ -353,9 +353,9 @@ async def test_instances_share_a_session_if_configured(serve_files, monkeypatch)
     assert len(opened) == 2 and opened[1].intra_op_num_threads == 1
     monkeypatch.undo()
     rows = np.eye(4, dtype=np.float32)
-    answers = await asyncio.gather(*(answer(core.model("model"), X=row[None]) for row in rows))
+    outputs = await asyncio.gather(*(infer(core.model("model"), X=row[None]) for row in rows))
     np.testing.assert_allclose(
-        np.concatenate([a["SUM"] for a in answers]), direct(linear(), X=rows)[0], rtol=1e-6
+        np.concatenate([a["SUM"] for a in outputs]), direct(linear(), X=rows)[0], rtol=1e-6
     )
 
 
@@ -418,10 +418,10 @@ batch_output { target_name: "ALL" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_in
 """
     model = (await serve_files(config, {"model.onnx": model})).model("model")
     rows = [np.arange(1, n + 1, dtype=np.float32)[None] for n in (1, 3, 2)]
-    answers = await asyncio.gather(*(answer(model, IN=row) for row in rows))
-    for row, outputs in zip(rows, answers, strict=True):
+    results = await asyncio.gather(*(infer(model, IN=row) for row in rows))
+    for row, outputs in zip(rows, results, strict=True):
         np.testing.assert_array_equal(outputs["ALL"], row)
-    ends = [outputs["ENDS_OUT"].ravel().tolist() for outputs in answers]
+    ends = [outputs["ENDS_OUT"].ravel().tolist() for outputs in results]
     assert ends in ([[1], [4], [6]], [[1], [3], [2]])
 
 
@@ -438,10 +438,10 @@ async def test_event_loop_is_not_blocked(serve_files):
     )
     settings = {"onnxruntime": {"default-max-batch-size": "0", "intra_op_thread_count": "1"}}
     model = (await serve_files(None, {"model.onnx": model}, backend_config=settings)).model("model")
-    answering = asyncio.ensure_future(answer(model, X=np.ones((1200, 1200), np.float32)))
+    running = asyncio.ensure_future(infer(model, X=np.ones((1200, 1200), np.float32)))
     turns = 0
-    while not answering.done():
+    while not running.done():
         await asyncio.sleep(0)
         turns += 1
     assert turns > 50
-    assert (await answering)["OUT"].shape == (1200, 1200)
+    assert (await running)["OUT"].shape == (1200, 1200)

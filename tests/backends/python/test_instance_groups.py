@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 from eventually import until
 from google.protobuf import text_format
 from repository_builder import IDENTITY_TENSORS, RepositoryBuilder
@@ -120,9 +120,9 @@ class TritonPythonModel:
         instance_group { name: "other" kind: KIND_MODEL }
         """,
     )
-    streams = [ask(model, IN=np.ones(1, np.float32)) for _ in range(3)]
-    told = [json.loads((await collect(stream))[0].output("OUT").strings()[0]) for stream in streams]
-    assert sorted(told) == [["model_0_0", "CPU"], ["model_0_1", "CPU"], ["other_0", "MODEL"]]
+    streams = [send_request(model, IN=np.ones(1, np.float32)) for _ in range(3)]
+    reported = [json.loads((await collect(stream))[0].output("OUT").strings()[0]) for stream in streams]
+    assert sorted(reported) == [["model_0_0", "CPU"], ["model_0_1", "CPU"], ["other_0", "MODEL"]]
 
 
 async def test_count_of_a_group_on_several_gpus_changes_on_each_gpu(gpus, tmp_path):

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 
 HEAD = """
 import json
@@ -43,7 +43,7 @@ def loaded(serve):
 
 async def outcome(model) -> str:
     """Return the JSON result of the model."""
-    (response,) = await asyncio.wait_for(collect(ask(model, IN=np.ones(1, np.float32))), 60)
+    (response,) = await asyncio.wait_for(collect(send_request(model, IN=np.ones(1, np.float32))), 60)
     assert response.error is None, response.error
     return response.output("OUT").strings()[0]
 

@@ -67,12 +67,12 @@ def test_dlpack_of_a_batch_of_a_model():
     with pytest.raises(pb_utils.TritonModelException):
         pb_utils.Tensor.from_dlpack("A", torch.ones(2, requires_grad=True))
     with pytest.raises(pb_utils.TritonModelException, match="not the CPU's"):
-        pb_utils.Tensor.from_dlpack("A", OnADevice())
+        pb_utils.Tensor.from_dlpack("A", DeviceArray())
     with pytest.raises(pb_utils.TritonModelException, match="does not have support for string"):
         pb_utils.Tensor("A", np.array([b"a"], np.object_)).to_dlpack()
 
 
-class OnADevice:
+class DeviceArray:
     def __dlpack__(self, **_):
         raise AssertionError("nobody can read this")
 

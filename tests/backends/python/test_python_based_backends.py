@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 
 from neso.server.core import Core
 from neso.server.options import ServerOptions
@@ -75,7 +75,7 @@ async def test_models_share_the_file_of_their_backend(start: Start, execution_mo
     for name, factor in (("double", 2), ("triple", 3)):
         model = core.model(name)
         assert model.config.backend == "scale"
-        (response,) = await asyncio.wait_for(collect(ask(model, IN=np.array([5], np.float32))), 60)
+        (response,) = await asyncio.wait_for(collect(send_request(model, IN=np.array([5], np.float32))), 60)
         assert response.error is None, response.error
         assert response.output("OUT").array.tolist() == [5 * factor]
 

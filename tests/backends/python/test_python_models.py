@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from core_requests import ask, ask_slow, collect
+from core_requests import collect, send_request, send_slow_request
 from repository_builder import IDENTITY, IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS
 
 from neso.server.errors import ErrorCode, ServerError
@@ -40,7 +40,7 @@ DECOUPLED = IDENTITY_TENSORS + "model_transaction_policy { decoupled: true }"
 
 
 async def error_of(model) -> ServerError:
-    (response,) = await asyncio.wait_for(collect(ask_slow(model)), 60)
+    (response,) = await asyncio.wait_for(collect(send_slow_request(model)), 60)
     assert response.error is not None and response.final
     return response.error
 
@@ -56,7 +56,7 @@ async def test_initialize_arguments(serve):
 """
     )
     model = await serve(code, TEXT_OUT + "parameters { key: 'k' value { string_value: 'v' } }")
-    (response,) = await collect(ask(model))
+    (response,) = await collect(send_request(model))
     args = json.loads(response.output("OUT").strings()[0])
     assert (args["model_name"], args["model_version"]) == ("model", "1")
     assert (args["model_instance_kind"], args["model_instance_device_id"]) == ("CPU", "0")
@@ -120,7 +120,7 @@ async def test_string_outputs_are_converted_to_bytes(serve):
         return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", out)], parameters={"n": 3})]
 """
     )
-    (response,) = await collect(ask(await serve(code, TEXT_OUT)))
+    (response,) = await collect(send_request(await serve(code, TEXT_OUT)))
     assert response.output("OUT").array.tolist() == [b"a", "ü".encode(), b"3"]
     assert response.parameters == {"n": 3}
 
@@ -136,7 +136,7 @@ async def test_undeclared_outputs_are_dropped(serve, caplog):
     )
     model = await serve(code)
     for _ in range(2):
-        (response,) = await collect(ask_slow(model))
+        (response,) = await collect(send_slow_request(model))
         assert [(t.name, t.datatype.value) for t in response.outputs] == [("OUT", "INT64")]
     assert caplog.text.count("has datatype INT64, but the configuration declares FP32") == 1
 
@@ -152,7 +152,7 @@ async def test_undeclared_outputs_are_dropped(serve, caplog):
         ("return 7", "Expected a list in the execute return, found type 'int'"),
         ("return ['x']", "found type 'str'"),
         ("return [None]", "released a request without a final response"),
-        ("return [pb_utils.InferenceResponse([3])]", "must hold pb_utils.Tensor objects, got int"),
+        ("return [pb_utils.InferenceResponse([3])]", "must contain pb_utils.Tensor objects, got int"),
         ("return [pb_utils.InferenceResponse(error='x')]", "must be a pb_utils.TritonError"),
         ("requests[0].set_release_flags(2)", "iterative_sequence: true"),
         ("requests[0].set_release_flags(4)", "Unsupported flag provided: 4"),
@@ -190,7 +190,7 @@ async def test_async_execute(serve):
         return [answer(1)]
 """
     )
-    (response,) = await collect(ask_slow(await serve(code)))
+    (response,) = await collect(send_slow_request(await serve(code)))
     assert response.error is None
 
 
@@ -211,7 +211,7 @@ async def test_async_decoupled_requests_run_concurrently(serve):
 """
     )
     model = await serve(code, DECOUPLED)
-    streams = [ask_slow(model) for _ in range(3)]
+    streams = [send_slow_request(model) for _ in range(3)]
     for responses in await asyncio.wait_for(asyncio.gather(*map(collect, streams)), 60):
         assert len(responses) == 1 and responses[0].final and not responses[0].error
 
@@ -234,7 +234,7 @@ async def test_decoupled_errors(serve, kind):
 )
 async def test_released_request_without_response_fails(serve, body):
     model = await serve(HEAD + f"    def execute(self, requests):\n        {body}\n", DECOUPLED)
-    responses = await asyncio.wait_for(collect(ask_slow(model)), 60)
+    responses = await asyncio.wait_for(collect(send_slow_request(model)), 60)
     assert responses[-1].error is not None
     assert "without a final response" in responses[-1].error.message
 
@@ -250,7 +250,7 @@ async def test_unload_fails_requests_with_a_kept_sender(serve):
 """
     )
     model = await serve(code, DECOUPLED)
-    stream = ask_slow(model)
+    stream = send_slow_request(model)
     await model.unload(0.05)
     (response,) = await asyncio.wait_for(collect(stream), 60)
     assert response.error is not None and "did not end in time" in response.error.message
@@ -276,10 +276,10 @@ async def test_sender_validates_its_arguments(serve):
 """
     )
     model = await serve(code, TEXT_OUT + "model_transaction_policy { decoupled: true }")
-    (response,) = await collect(ask(model))
-    said = json.loads(response.output("OUT").strings()[0])
-    assert len(said) == 3 and "flag is set to zero" in said[0] and "Unsupported flag" in said[2]
-    assert said[1] == "response must be a pb_utils.InferenceResponse, got int"
+    (response,) = await collect(send_request(model))
+    errors = json.loads(response.output("OUT").strings()[0])
+    assert len(errors) == 3 and "flag is set to zero" in errors[0] and "Unsupported flag" in errors[2]
+    assert errors[1] == "response must be a pb_utils.InferenceResponse, got int"
 
 
 async def test_sender_without_decoupling(serve):
@@ -302,9 +302,9 @@ async def test_sender_without_decoupling(serve):
     )
     model = await serve(code)
     for kind in (1, 2, 3):  # the client has its response before the model fails
-        (response,) = await collect(ask(model, IN=np.array([kind], np.float32)))
+        (response,) = await collect(send_request(model, IN=np.array([kind], np.float32)))
         assert response.final and response.output("OUT").array.tolist() == [1]
-    (response,) = await collect(ask(model, IN=np.array([0], np.float32)))
+    (response,) = await collect(send_request(model, IN=np.array([0], np.float32)))
     assert response.error is not None
     assert "cannot send complete final before sending a response" in response.error.message
 
@@ -327,7 +327,7 @@ async def test_responses_after_execute_has_returned_none(serve, kind):
     )
     model = await serve(code)
     for _ in range(2):
-        (response,) = await asyncio.wait_for(collect(ask_slow(model)), 60)
+        (response,) = await asyncio.wait_for(collect(send_slow_request(model)), 60)
         assert response.error is None and response.output("OUT").array.tolist() == [0]
 
 
@@ -356,7 +356,7 @@ async def test_instances_run_concurrently(serve):
 """
     )
     model = await serve(code, TEXT_OUT + "instance_group { count: 2 }")
-    streams = [ask(model), ask(model)]
+    streams = [send_request(model), send_request(model)]
     names = {(await collect(stream))[0].output("OUT").strings()[0] for stream in streams}
     assert names == {'"model_0_0"', '"model_0_1"'}
 
@@ -415,7 +415,7 @@ async def test_models_have_isolated_modules(serve):
         for i in range(3)
     ]
     for turn in (1, 2, 3):
-        streams = [ask(model) for model in models]
+        streams = [send_request(model) for model in models]
         for i, stream in enumerate(streams):
             (response,) = await collect(stream)
             assert response.error is None, response.error
@@ -433,13 +433,13 @@ async def test_arbitrary_model_and_file_names(serve):
         IDENTITY_TENSORS + 'default_model_filename: "other.py"',
         {"other.py": HEAD + "    def execute(self, requests):\n        return [answer(2)]\n"},
     )
-    (response,) = await collect(ask_slow(model))
+    (response,) = await collect(send_slow_request(model))
     assert response.output("OUT").array.tolist() == [2]
 
 
 async def test_statistics_of_a_stream(serve):
     model = await serve(REPEAT, REPEAT_TENSORS)
-    await collect(ask(model, COUNT=np.array([4], np.int32)))
+    await collect(send_request(model, COUNT=np.array([4], np.int32)))
     stats = model.statistics.snapshot()
     assert (stats["inference_count"], stats["execution_count"]) == (1, 1)
     assert stats["inference_stats"]["success"]["count"] == 1
@@ -447,7 +447,7 @@ async def test_statistics_of_a_stream(serve):
 
 async def test_many_concurrent_requests(serve):
     model = await serve(IDENTITY)
-    streams = [ask(model, IN=np.full(2, i, np.float32)) for i in range(300)]
+    streams = [send_request(model, IN=np.full(2, i, np.float32)) for i in range(300)]
     for i, stream in enumerate(streams):
         (response,) = await collect(stream)
         assert response.output("OUT").array[0] == i
@@ -481,7 +481,7 @@ def rows(*values: float) -> np.ndarray:
 
 async def test_dynamic_batching_executes_requests_together(serve):
     model = await serve(BATCHED, BATCHING)
-    streams = [ask(model, IN=rows(1)) for _ in range(3)] + [ask(model, IN=rows(1, 2))]
+    streams = [send_request(model, IN=rows(1)) for _ in range(3)] + [send_request(model, IN=rows(1, 2))]
     responses = [(await collect(stream))[0] for stream in streams]
     assert [response.output("OUT").array[0, 0] for response in responses] == [3, 3, 3, 1]
     statistics = model.statistics.snapshot()
@@ -491,7 +491,7 @@ async def test_dynamic_batching_executes_requests_together(serve):
 
 async def test_error_response_in_a_batch_fails_only_its_request(serve):
     model = await serve(BATCHED, BATCHING)
-    good, bad = ask(model, IN=rows(1)), ask(model, IN=rows(-1))
+    good, bad = send_request(model, IN=rows(1)), send_request(model, IN=rows(-1))
     assert (await collect(good))[0].error is None
     error = (await collect(bad))[0].error
     assert error is not None and error.message == "negative"
@@ -499,18 +499,18 @@ async def test_error_response_in_a_batch_fails_only_its_request(serve):
 
 async def test_exception_fails_only_its_batch(serve):
     model = await serve(BATCHED, BATCHING)
-    batch = [ask(model, IN=rows(1)), ask(model, IN=rows(2000))]
+    batch = [send_request(model, IN=rows(1)), send_request(model, IN=rows(2000))]
     for stream in batch:
         (response,) = await collect(stream)
         assert response.error is not None and "too much" in response.error.message
-    (response,) = await collect(ask(model, IN=rows(1)))
+    (response,) = await collect(send_request(model, IN=rows(1)))
     assert response.error is None
 
 
 async def test_batches_are_distributed_to_all_instances(serve):
     code = BATCHED.replace("time.sleep(0.05)", "self.meet()") + MEETING
     model = await serve(code, BATCHING + " instance_group { count: 2 }")
-    streams = [ask(model, IN=rows(1, 2, 3, 4)) for _ in range(4)]
+    streams = [send_request(model, IN=rows(1, 2, 3, 4)) for _ in range(4)]
     for stream in streams:
         assert (await collect(stream))[0].error is None
 
@@ -530,10 +530,10 @@ async def test_logger_follows_the_log_settings(serve, caplog):
     model = await serve(code)
     for level in (0, 1):
         settings.update({"log_verbose_level": level})
-        await collect(ask(model, IN=np.ones(1, np.float32)))
-    said = [record for record in caplog.records if record.name == "neso.model"]
-    assert [record.message for record in said] == ["aloud", "quietly", "aloud"]
-    assert {(record.model, record.model_version, record.filename) for record in said} == {
+        await collect(send_request(model, IN=np.ones(1, np.float32)))
+    records = [record for record in caplog.records if record.name == "neso.model"]
+    assert [record.message for record in records] == ["aloud", "quietly", "aloud"]
+    assert {(record.model, record.model_version, record.filename) for record in records} == {
         ("model", "1", "model.py")
     }
 
@@ -552,5 +552,5 @@ async def test_untraced_request_has_a_trace_without_context(serve):
                 return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", request.inputs()[0].as_numpy())])]
     """
     model = await serve(code)
-    (response,) = await collect(ask(model, IN=np.ones(1, np.float32)))
+    (response,) = await collect(send_request(model, IN=np.ones(1, np.float32)))
     assert response.error is None, response.error

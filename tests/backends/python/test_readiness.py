@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from core_requests import ask, ask_slow, collect
+from core_requests import collect, send_request, send_slow_request
 from repository_builder import IDENTITY_TENSORS
 
 from neso.backends.python import backend as backend_module
@@ -29,7 +29,7 @@ class TritonPythonModel:
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch):
+def long_ready_timeout(monkeypatch):
     monkeypatch.setattr(backend_module, "READY_TIMEOUT", 60.0)
 
 
@@ -50,7 +50,7 @@ async def test_is_ready_runs_during_execute(serve, kind):
         return (Path(pb_utils.get_model_dir()) / "yes").exists()
 """
     )
-    stream = ask(model, IN=np.array([0.5], np.float32))
+    stream = send_request(model, IN=np.array([0.5], np.float32))
     await asyncio.sleep(0.1)
     assert not await check(model)
     (model._backend.context.version_directory / "yes").touch()
@@ -60,18 +60,18 @@ async def test_is_ready_runs_during_execute(serve, kind):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ("return 1", "is_ready must return a bool, found type 'int'"),
         ("return None", "found type 'NoneType'"),
         ("raise KeyError('k')", "KeyError"),
     ],
 )
-async def test_invalid_results_and_errors_mean_not_ready(serve, caplog, body, said):
+async def test_invalid_results_and_errors_mean_not_ready(serve, caplog, body, message):
     model = await serve(HEAD + f"    def is_ready(self):\n        {body}\n")
     assert not await check(model)
-    assert said in caplog.text
-    assert (await collect(ask(model, IN=np.zeros(1, np.float32))))[0].error is None
+    assert message in caplog.text
+    assert (await collect(send_request(model, IN=np.zeros(1, np.float32))))[0].error is None
 
 
 async def test_slow_is_ready_times_out_and_is_not_called_again_meanwhile(serve, monkeypatch):
@@ -87,7 +87,7 @@ async def test_slow_is_ready_times_out_and_is_not_called_again_meanwhile(serve, 
 """
     )
     assert await asyncio.gather(*(check(model) for _ in range(5))) == [False] * 5
-    (response,) = await collect(ask(model, IN=np.zeros(1, np.float32)))
+    (response,) = await collect(send_request(model, IN=np.zeros(1, np.float32)))
     assert response.output("OUT").array[0] == 1
     (model._backend.context.version_directory / "go").touch()
     monkeypatch.setattr(backend_module, "READY_TIMEOUT", 60.0)
@@ -123,5 +123,5 @@ async def test_bls_reports_readiness_to_other_models(serve):
         return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", out)])]
 """
     )
-    (response,) = await asyncio.wait_for(collect(ask_slow(model)), 60)
+    (response,) = await asyncio.wait_for(collect(send_slow_request(model)), 60)
     assert response.output("OUT").array.tolist() == [0, 1]

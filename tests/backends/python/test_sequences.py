@@ -91,7 +91,7 @@ class TritonPythonModel:
 """
 
 
-def ask(
+def send_request(
     model: Model, sequence: int | str, value: int, flags: str = "", outputs: tuple[str, ...] = ()
 ) -> ResponseStream:
     """Send a request. `flags`: "s" for START, "e" for END."""
@@ -109,13 +109,13 @@ def ask(
     )
 
 
-async def answer(stream: ResponseStream) -> InferenceResponse:
+async def only_response(stream: ResponseStream) -> InferenceResponse:
     (response,) = [response async for response in stream]
     return response
 
 
 async def sums(streams: list[ResponseStream]) -> list[Any]:
-    responses = [await asyncio.wait_for(answer(stream), 60) for stream in streams]
+    responses = [await asyncio.wait_for(only_response(stream), 60) for stream in streams]
     for response in responses:
         assert response.error is None, response.error
     return [response.output("OUT").array.item() for response in responses]
@@ -134,10 +134,10 @@ async def test_sequences_accumulate_on_their_instances(serve, batching) -> None:
     model = await serve(ACCUMULATOR, f"{TENSORS} instance_group {{ count: 2 }} {batching}")
     streams: dict[int | str, list[ResponseStream]] = {key: [] for key in (*range(1, 12), "named", 2**64 - 1)}
     for step in range(5):
-        for key, asked in streams.items():
-            asked.append(ask(model, key, step + 1, {0: "s", 4: "e"}.get(step, "")))
-    for asked in streams.values():
-        assert await sums(asked) == [1, 3, 6, 10, 15]
+        for key, requested in streams.items():
+            requested.append(send_request(model, key, step + 1, {0: "s", 4: "e"}.get(step, "")))
+    for requested in streams.values():
+        assert await sums(requested) == [1, 3, 6, 10, 15]
     assert model.statistics.inference_count == 5 * len(streams)
     if model.config.max_batch_size:
         assert model.statistics.execution_count < model.statistics.inference_count
@@ -148,7 +148,7 @@ async def test_sequences_accumulate_on_their_instances(serve, batching) -> None:
 async def test_requests_without_a_sequence_are_rejected(serve) -> None:
     model = await serve(ACCUMULATOR, f"{TENSORS} sequence_batching {{ }}")
     for sequence, words in ((0, "non-zero or non-empty correlation ID"), (5, "must specify the START flag")):
-        error = (await answer(ask(model, sequence, 1))).error
+        error = (await only_response(send_request(model, sequence, 1))).error
         assert isinstance(error, InvalidArgument) and words in error.message
 
 
@@ -164,20 +164,20 @@ async def test_control_inputs(serve, size) -> None:
     model = await serve(TELL_CONTROLS, f"max_batch_size: {size} {config} sequence_batching {{ {CONTROLS} }}")
     assert set(model.signature.inputs) == {"IN"}
     for flags in ("s", "", "e"):
-        response = await answer(ask(model, 2**40, 1, flags))
+        response = await only_response(send_request(model, 2**40, 1, flags))
         assert response.error is None, response.error
-        told = json.loads(response.output("TOLD").array.item())
+        reported = json.loads(response.output("TOLD").array.item())
 
         def shaped(value: Any) -> Any:
             return [[value]] if size else [value]
 
-        assert told == {
+        assert reported == {
             "START": [shaped(float("s" in flags)), "float32"],
             "END": [shaped("e" in flags), "bool"],
             "READY": [shaped(7), "int32"],
             "CORRID": [shaped(2**40), "uint64"],
         }
-    error = (await answer(ask(model, "text", 1, "s"))).error
+    error = (await only_response(send_request(model, "text", 1, "s"))).error
     assert isinstance(error, InvalidArgument) and "does not fit the control input 'CORRID'" in error.message
 
 
@@ -193,16 +193,18 @@ async def test_implicit_state_belongs_to_its_sequence(serve, size, strategy) -> 
     )
     keys = (1, "b", 3)
     streams = {
-        key: [ask(model, key, value * index, flags) for value, flags in ((1, "s"), (2, ""), (3, "e"))]
+        key: [
+            send_request(model, key, value * index, flags) for value, flags in ((1, "s"), (2, ""), (3, "e"))
+        ]
         for index, key in enumerate(keys, 1)
     }
     for index, key in enumerate(keys, 1):
         assert await sums(streams[key]) == [index, 3 * index, 6 * index]
-    response = await answer(ask(model, 1, 9, "s", outputs=("OUT",)))
+    response = await only_response(send_request(model, 1, 9, "s", outputs=("OUT",)))
     assert [(tensor.name, tensor.array.item()) for tensor in response.outputs] == [("OUT", 9)]
     # An error does not change the state, a second START resets it.
-    assert "negative" in (await answer(ask(model, 1, -1))).error.message
-    assert await sums([ask(model, 1, 1), ask(model, 1, 1, "s")]) == [10, 1]
+    assert "negative" in (await only_response(send_request(model, 1, -1))).error.message
+    assert await sums([send_request(model, 1, 1), send_request(model, 1, 1, "s")]) == [10, 1]
 
 
 async def test_state_that_is_also_an_output_is_sent_to_the_client(serve) -> None:
@@ -211,7 +213,7 @@ async def test_state_that_is_also_an_output_is_sent_to_the_client(serve) -> None
     # The fixture writes into the version folder; initial states are next to it.
     five = {"../initial_state/five": (5).to_bytes(8, "little").decode()}
     model = await serve(STATEFUL, f"{outputs} sequence_batching {{ {state} }}", five)
-    response = await answer(ask(model, 1, 2, "s"))
+    response = await only_response(send_request(model, 1, 2, "s"))
     assert {tensor.name: tensor.array.item() for tensor in response.outputs} == {"OUT": 7, "SUM_OUT": 7}
 
 
@@ -220,6 +222,8 @@ async def test_sequence_continues_after_a_model_error(serve) -> None:
         "time.sleep(0.002)", "assert all(r.inputs()[0].as_numpy().item() for r in requests)"
     )
     model = await serve(code, f"{TENSORS} sequence_batching {{ }}")
-    streams = [ask(model, 1, value, flags) for value, flags in ((1, "s"), (0, ""), (2, "e"), (4, "se"))]
-    assert "AssertionError" in (await answer(streams.pop(1))).error.message
+    streams = [
+        send_request(model, 1, value, flags) for value, flags in ((1, "s"), (0, ""), (2, "e"), (4, "se"))
+    ]
+    assert "AssertionError" in (await only_response(streams.pop(1))).error.message
     assert await sums(streams) == [1, 3, 4]

@@ -9,16 +9,16 @@ import zipfile
 
 import numpy as np
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 from eventually import until
 from torch_models import (
     Accumulator,
     AddSub,
+    Identity,
     InPlace,
     Linear,
     Number,
     OfDict,
-    Same,
     Scaled,
     Upper,
     export,
@@ -50,9 +50,9 @@ def parameters(**values: str) -> str:
     )
 
 
-async def answer(model, **arrays):
+async def infer(model, **arrays):
     """Return outputs by name; raises the error."""
-    (response,) = await asyncio.wait_for(collect(ask(model, **arrays)), 60)
+    (response,) = await asyncio.wait_for(collect(send_request(model, **arrays)), 60)
     if response.error is not None:
         raise response.error
     return {tensor.name: tensor.array for tensor in response.outputs}
@@ -93,7 +93,7 @@ async def test_naming_conventions(serve_files, inputs, outputs, form):
     assert model.config.default_model_filename == name
     by_position = {"Q__1": B, "P__0": A, "b": B, "a": A}
     arrays = {n: by_position.get(n, (A, B)[i]) for i, n in enumerate(inputs)}
-    found = await answer(model, **arrays)
+    found = await infer(model, **arrays)
     expected = {"Y__1": DIFF, "X__0": SUM}
     for i, output in enumerate(outputs):
         assert found[output].tolist() == expected.get(output, (SUM, DIFF)[i])
@@ -105,10 +105,10 @@ async def test_requests_are_batched(serve_files, form):
     config = BATCHED + tensors("x", dims="[ 4 ]") + tensors("OUTPUT__0", kind="output", dims="[ 3 ]")
     model = (await serve_files(config, {form: data})).model("model")
     x = np.random.default_rng(0).standard_normal((16, 4)).astype(np.float32)
-    answers = await asyncio.gather(*(answer(model, x=x[n : n + 2]) for n in range(0, 16, 2)))
+    outputs = await asyncio.gather(*(infer(model, x=x[n : n + 2]) for n in range(0, 16, 2)))
     expected = Linear()(torch.from_numpy(x)).detach().numpy()
     np.testing.assert_allclose(
-        np.concatenate([a["OUTPUT__0"] for a in answers]), expected, rtol=1e-5, atol=1e-6
+        np.concatenate([a["OUTPUT__0"] for a in outputs]), expected, rtol=1e-5, atol=1e-6
     )
     await until(lambda: model.statistics.execution_count)
     statistics = model.statistics.snapshot()
@@ -124,22 +124,22 @@ async def test_all_datatypes(serve_files, datatype):
         + tensors("x", datatype=kind, dims="[ -1, -1 ]")
         + tensors("y", kind="output", datatype=kind, dims="[ -1, -1 ]")
     )
-    model = (await serve_files(config, {"model.pt": script(Same())})).model("model")
+    model = (await serve_files(config, {"model.pt": script(Identity())})).model("model")
     array = np.array([[0, 1, 2], [3, 4, 100]]).astype(datatype.dtype)
-    found = (await answer(model, x=array))["y"]
+    found = (await infer(model, x=array))["y"]
     assert found.dtype == array.dtype and found.tolist() == array.tolist()
 
 
 async def test_inputs_are_copied_only_for_programs_that_write_to_them(serve_files):
     config = CONFIG + tensors("x") + tensors("y", kind="output")
     array = np.arange(1000, dtype=np.float32)
-    same = (await serve_files(config, {"model.pt": script(Same())})).model("model")
-    assert np.shares_memory((await answer(same, x=array))["y"], array)
+    same = (await serve_files(config, {"model.pt": script(Identity())})).model("model")
+    assert np.shares_memory((await infer(same, x=array))["y"], array)
     array.flags.writeable = False
-    assert np.shares_memory((await answer(same, x=array))["y"], array)
+    assert np.shares_memory((await infer(same, x=array))["y"], array)
     for files in {"model.pt": script(InPlace())}, {"model.pt2": export(InPlace(), (torch.ones(1000),))}:
         double = (await serve_files(config, files)).model("model")
-        assert (await answer(double, x=array))["y"].tolist() == (2 * array).tolist()
+        assert (await infer(double, x=array))["y"].tolist() == (2 * array).tolist()
         assert array.tolist() == list(range(1000))
 
 
@@ -152,7 +152,7 @@ async def test_dictionaries(serve_files, form):
     )
     config = CONFIG + tensors("B", "A") + tensors("DIFF", kind="output")
     model = (await serve_files(config, {form: data})).model("model")
-    assert {n: a.tolist() for n, a in (await answer(model, A=A, B=B)).items()} == {"DIFF": DIFF}
+    assert {n: a.tolist() for n, a in (await infer(model, A=A, B=B)).items()} == {"DIFF": DIFF}
 
 
 async def test_keyword_arguments_of_an_export(serve_files):
@@ -163,7 +163,7 @@ async def test_keyword_arguments_of_an_export(serve_files):
     data = export(Keywords(), (torch.ones(3),), {"scale": torch.ones(1)})
     config = CONFIG + tensors("scale", "x") + tensors("OUT__0", "OUT__1", kind="output")
     model = (await serve_files(config, {"model.pt2": data})).model("model")
-    found = await answer(model, x=A, scale=np.array([2], np.float32))
+    found = await infer(model, x=A, scale=np.array([2], np.float32))
     assert found["OUT__0"].tolist() == (2 * A).tolist() and found["OUT__1"].tolist() == A.tolist()
 
 
@@ -175,15 +175,15 @@ async def test_strings(serve_files, batched):
     model = (await serve_files(config, {"model.pt": script(Upper())})).model("model")
     words = np.array(["ab", "cö"], np.object_)
     if not batched:
-        assert (await answer(model, INPUT__0=words))["OUTPUT__0"].tolist() == [
+        assert (await infer(model, INPUT__0=words))["OUTPUT__0"].tolist() == [
             b"AB",
             "Cö".encode(),
         ]  # ASCII only
         return
-    answers = await asyncio.gather(
-        *(answer(model, INPUT__0=np.array([[w]], np.object_)) for w in ("a", "b", "c"))
+    outputs = await asyncio.gather(
+        *(infer(model, INPUT__0=np.array([[w]], np.object_)) for w in ("a", "b", "c"))
     )
-    assert [a["OUTPUT__0"].tolist() for a in answers] == [[[b"A"]], [[b"B"]], [[b"C"]]]
+    assert [a["OUTPUT__0"].tolist() for a in outputs] == [[[b"A"]], [[b"B"]], [[b"C"]]]
     core = await serve_files(config.replace(dims, "[ 1 ]"), {"model.pt": script(Upper())})
     assert (
         reason(core)
@@ -196,8 +196,8 @@ async def test_optional_arguments(serve_files):
     model = (await serve_files(config + tensors("y", kind="output"), {"model.pt": script(Scaled())})).model(
         "model"
     )
-    assert (await answer(model, x=A))["y"].tolist() == A.tolist()
-    assert (await answer(model, x=A, scale=np.array([3], np.float32)))["y"].tolist() == (3 * A).tolist()
+    assert (await infer(model, x=A))["y"].tolist() == A.tolist()
+    assert (await infer(model, x=A, scale=np.array([3], np.float32)))["y"].tolist() == (3 * A).tolist()
 
 
 SEQUENCES = """
@@ -236,8 +236,8 @@ async def test_program_errors_fail_the_request(serve_files):
     with pytest.raises(
         Exception, match=r"^PyTorch execute failure: RuntimeError: The size of tensor a [^\n]*$"
     ):
-        await answer(model, a=A, b=B[:2])
-    assert (await answer(model, a=A, b=B))["OUTPUT__0"].tolist() == SUM
+        await infer(model, a=A, b=B[:2])
+    assert (await infer(model, a=A, b=B))["OUTPUT__0"].tolist() == SUM
 
 
 async def test_missing_outputs_and_wrong_types(serve_files):
@@ -250,14 +250,14 @@ async def test_missing_outputs_and_wrong_types(serve_files):
         Exception,
         match="The output OUT__2 in the model configuration refers to an output index which doesn't exist",
     ):
-        await answer(model, a=A, b=B)
+        await infer(model, a=A, b=B)
     config = CONFIG + tensors("a", "b") + tensors("OUT__0", kind="output", datatype="INT32")
     model = (await serve_files(config, files)).model("model")
     with pytest.raises(
         Exception,
         match="configuration expects datatype TYPE_INT32 for output 'OUT__0', model provides TYPE_FP32",
     ):
-        await answer(model, a=A, b=B)
+        await infer(model, a=A, b=B)
 
 
 OUT = tensors("OUT__0", kind="output")
@@ -340,10 +340,10 @@ async def test_parameters(serve_files, caplog):
     real = torch.jit.load
     with caplog.at_level(logging.WARNING), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.jit, "load", lambda *a, **k: seen.append(a) or real(*a, **k))
-        core = await serve_files(config + values, {"model.pt": script(Same())})
+        core = await serve_files(config + values, {"model.pt": script(Identity())})
     assert len(seen) == 1
     assert "model 'model': parameter ENABLE_NVFUSER has no effect" in caplog.text
-    assert (await answer(core.model("model"), x=A))["OUT__0"].tolist() == A.tolist()
+    assert (await infer(core.model("model"), x=A))["OUT__0"].tolist() == A.tolist()
 
 
 @pytest.mark.parametrize("value", ["true", "false"])
@@ -357,8 +357,8 @@ async def test_inference_mode(serve_files, monkeypatch, value):
 
     monkeypatch.setattr(model_module, "to_torch", spy)
     config = CONFIG + tensors("x") + OUT + parameters(INFERENCE_MODE=value)
-    core = await serve_files(config, {"model.pt": script(Same())})
-    await answer(core.model("model"), x=A)
+    core = await serve_files(config, {"model.pt": script(Identity())})
+    await infer(core.model("model"), x=A)
     assert modes == [(value == "true", False)]
 
 

@@ -47,7 +47,7 @@ class Linear(torch.nn.Module):
         return torch.nn.functional.gelu(self.linear(x))
 
 
-class Same(torch.nn.Module):
+class Identity(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
 

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import sample_backends
-from core_requests import ask, collect
+from core_requests import collect, send_request
 from eventually import until
 
 from neso.server import backend
@@ -36,11 +36,11 @@ def sample(monkeypatch):
     sample_backends.gate.clear()
 
 
-async def answer(model, *values: float, **arrays):
+async def infer(model, *values: float, **arrays):
     """Return the values of OUT, or the error."""
     (response,) = await asyncio.wait_for(
         collect(
-            ask(
+            send_request(
                 model,
                 IN=np.array([values], np.float32)[slice(None) if model.config.max_batch_size else 0],
                 **arrays,
@@ -65,8 +65,8 @@ def reason(core) -> str:
 async def test_model_runs(serve_files):
     core = await serve_files(CONFIG + "parameters { key: 'factor' value { string_value: '3' } }", {})
     model = core.model("model")
-    assert await answer(model, 1, 2) == [3, 6]
-    assert await answer(model, 1, 2, EXTRA=np.array([1, 1], np.float32)) == [4, 7]
+    assert await infer(model, 1, 2) == [3, 6]
+    assert await infer(model, 1, 2, EXTRA=np.array([1, 1], np.float32)) == [4, 7]
     assert model.metadata().platform == "sample"
     assert sample_backends.threads == {"model-model_0_0"}
     await core.stop()
@@ -75,14 +75,14 @@ async def test_model_runs(serve_files):
 
 async def test_settings_of_the_backend(serve_files):
     core = await serve_files(CONFIG, {}, backend_config={"sample": {"factor": "5"}})
-    assert await answer(core.model("model"), 1) == [5]
+    assert await infer(core.model("model"), 1) == [5]
 
 
 async def test_requests_are_batched(serve_files):
     core = await serve_files(BATCHED, {})
     model = core.model("model")
-    answers = await asyncio.gather(*(answer(model, n) for n in range(16)))
-    assert answers == [[2.0 * n] for n in range(16)]
+    outputs = await asyncio.gather(*(infer(model, n) for n in range(16)))
+    assert outputs == [[2.0 * n] for n in range(16)]
     await until(lambda: model.statistics.execution_count == 2)
     statistics = model.statistics.snapshot()
     assert statistics["inference_count"] == 16
@@ -100,16 +100,16 @@ async def test_requests_with_different_optional_inputs_are_not_batched(serve_fil
     core = await serve_files(BATCHED, {})
     model = core.model("model")
     extra = np.array([[1]], np.float32)
-    answers = await asyncio.gather(
-        answer(model, 1), answer(model, 1, EXTRA=extra), answer(model, 2), answer(model, 2, EXTRA=extra)
+    outputs = await asyncio.gather(
+        infer(model, 1), infer(model, 1, EXTRA=extra), infer(model, 2), infer(model, 2, EXTRA=extra)
     )
-    assert answers == [[2], [3], [4], [5]]
+    assert outputs == [[2], [3], [4], [5]]
 
 
 async def test_instances_run_concurrently(serve_files):
     core = await serve_files(CONFIG + "instance_group { count: 3 }" + fault("wait"), {})
     model = core.model("model")
-    tasks = [asyncio.ensure_future(answer(model, n)) for n in range(3)]
+    tasks = [asyncio.ensure_future(infer(model, n)) for n in range(3)]
     await running(3)
     sample_backends.gate.set()
     assert await asyncio.gather(*tasks) == [[0], [2], [4]]
@@ -118,27 +118,27 @@ async def test_instances_run_concurrently(serve_files):
 async def test_cancelled_request_is_answered_while_queued(serve_files):
     core = await serve_files(CONFIG + fault("wait"), {})
     model = core.model("model")
-    executed = ask(model, IN=np.array([1], np.float32))
+    executed = send_request(model, IN=np.array([1], np.float32))
     await running(1)
-    waiting = ask(model, IN=np.array([2], np.float32))
+    waiting = send_request(model, IN=np.array([2], np.float32))
     waiting.cancel()
     (response,) = await asyncio.wait_for(collect(waiting), 60)
     assert response.error.code is ErrorCode.CANCELLED
     sample_backends.gate.set()
     assert (await collect(executed))[0].output("OUT").array.tolist() == [2]
-    assert await answer(model, 3) == [6]
+    assert await infer(model, 3) == [6]
 
 
 @pytest.mark.parametrize("kind", ["raise", "exit"])
 async def test_error_fails_only_its_batch(serve_files, kind):
     core = await serve_files(BATCHED + fault(kind), {})
     model = core.model("model")
-    bad, good = await asyncio.gather(answer(model, 13), answer(model, 1, EXTRA=np.ones((1, 1), np.float32)))
+    bad, good = await asyncio.gather(infer(model, 13), infer(model, 1, EXTRA=np.ones((1, 1), np.float32)))
     text = "ValueError: unlucky" if kind == "raise" else "SystemExit: 1"
     assert bad.message == f"failed to execute model instance 'model_0_0': {text}"
     assert bad.code is ErrorCode.INTERNAL
     assert good == [3]
-    assert await answer(model, 2) == [4]
+    assert await infer(model, 2) == [4]
     assert model.statistics.failures["BACKEND"] == 1 and model.in_flight_count == 0
 
 
@@ -154,7 +154,7 @@ async def test_error_fails_only_its_batch(serve_files, kind):
 )
 async def test_invalid_outputs_are_rejected(serve_files, kind, message):
     core = await serve_files(BATCHED + fault(kind), {})
-    assert (await answer(core.model("model"), 1)).message == message
+    assert (await infer(core.model("model"), 1)).message == message
 
 
 async def test_failed_loads_are_reported(serve_files):
@@ -169,7 +169,7 @@ async def test_failed_loads_are_reported(serve_files):
 async def test_unload_executes_queued_requests_first(serve_files):
     core = await serve_files(CONFIG + fault("slow"), {})
     model = core.model("model")
-    tasks = [asyncio.ensure_future(answer(model, n)) for n in range(3)]
+    tasks = [asyncio.ensure_future(infer(model, n)) for n in range(3)]
     await asyncio.sleep(0)
     await core.stop()
     assert await asyncio.gather(*tasks) == [[0], [2], [4]]
@@ -224,7 +224,7 @@ async def test_warmup_is_executed_and_not_counted(serve_files):
 def test_invalid_backends_are_rejected(monkeypatch):
     monkeypatch.setitem(backend.BUILTIN, "sample", "sample_backends:NoBackend")
     with pytest.raises(
-        InvalidArgument, match=r"unable to load backend 'sample': .*NoBackend.* is no subclass of Backend"
+        InvalidArgument, match=r"unable to load backend 'sample': .*NoBackend.* is not a subclass of Backend"
     ):
         backend.find_backend("sample")
 

@@ -99,9 +99,9 @@ def greedy(checkpoint: Path) -> Callable[..., list[int]]:
     """`greedy(prompt, length, **sampling)` returns the tokens of the engine without a server."""
     llm = LLM(checkpoint)
 
-    def answer(prompt: list[int] = PROMPT, length: int = 8, **params: Any) -> list[int]:
+    def generate(prompt: list[int] = PROMPT, length: int = 8, **params: Any) -> list[int]:
         params = {"temperature": 0, "max_tokens": length, "ignore_eos": True, **params}
         (result,) = llm.generate([prompt], SamplingParams(**params), progress=False)
         return result.outputs[0].token_ids
 
-    return answer
+    return generate

@@ -24,10 +24,10 @@ def section(title: str) -> str:
 def test_parameter_tables_match_the_code():
     for title, has_effect in (("Parameters that have an effect", True), ("Parameters that have none", False)):
         rows = [line for line in section(title).splitlines() if line.startswith("| `")]
-        told = [
+        reported = [
             f"| `{p.name}` | {p.effect} |" for p in PARAMETERS if bool(p.option or p.setting) is has_effect
         ]
-        assert rows == told
+        assert rows == reported
 
 
 def names_in(text: str) -> set[str]:

@@ -198,11 +198,11 @@ def test_engine_options_as_parameters(read, checkpoint, tmp_path):
 
 async def test_embedding_model_is_rejected(serve_model, tmp_path):
     served = await serve_model(make_encoder(tmp_path / "encoder", "bert"))
-    assert served.reason == "gpt_model_path: the model gives vectors: serve it by the backend 'embedding'"
+    assert served.reason == "gpt_model_path: the model is an embedding model; use the backend 'embedding'"
 
 
 def test_unknown_parameter_is_ignored_with_a_warning(read):
-    assert read(max_beam_wdith=3).warnings == ["parameter 'max_beam_wdith' is not known, it is ignored"]
+    assert read(max_beam_wdith=3).warnings == ["parameter 'max_beam_wdith' is unknown and ignored"]
 
 
 async def test_warnings_are_logged(serve_model, caplog):
@@ -300,7 +300,7 @@ def test_tensorrt_engines_are_rejected(read, tmp_path):
 
 
 def test_missing_model_is_rejected(read):
-    with pytest.raises(InvalidArgument, match=r"gpt_model_path: is not set, and .*/1 holds no model"):
+    with pytest.raises(InvalidArgument, match=r"gpt_model_path: is not set, and .*/1 contains no model"):
         read("")
     with pytest.raises(InvalidArgument, match="gpt_model_path: /nowhere: there is no such directory"):
         read("/nowhere")
@@ -308,7 +308,7 @@ def test_missing_model_is_rejected(read):
 
 def test_a_directory_without_a_model(read, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InvalidArgument, match=r"gpt_model_path: .*/empty holds no model"):
+    with pytest.raises(InvalidArgument, match=r"gpt_model_path: .*/empty contains no model"):
         read(tmp_path / "empty")
 
 

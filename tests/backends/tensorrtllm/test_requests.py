@@ -65,7 +65,7 @@ async def test_adapter_is_sent_once_and_cached(serve_model, adapter, greedy):
     assert await served.tokens(**task, lora_weights=weights, lora_config=config) == expected != greedy()
     assert await served.tokens(**task) == expected
     assert await served.tokens() == greedy()
-    with pytest.raises(ServerError, match="lora_weights: must come together with lora_config"):
+    with pytest.raises(ServerError, match="lora_weights: must be sent together with lora_config"):
         await served.tokens(lora_task_id=row(8, np.uint64), lora_weights=weights)
 
 
@@ -226,10 +226,10 @@ async def test_draft_tokens(serve_model, greedy):
 @pytest.mark.parametrize(
     ("kind", "guide", "fits"),
     [
-        ("json", None, lambda answer: isinstance(json.loads(answer), dict)),
+        ("json", None, lambda response: isinstance(json.loads(response), dict)),
         ("json_schema", '{"type": "object", "properties": {}, "additionalProperties": false}', json.loads),
-        ("regex", "a{3}b", lambda answer: answer == "aaab"),
-        ("ebnf_grammar", 'root ::= "x" "y"', lambda answer: answer == "xy"),
+        ("regex", "a{3}b", lambda response: response == "aaab"),
+        ("ebnf_grammar", 'root ::= "x" "y"', lambda response: response == "xy"),
     ],
 )
 async def test_guided_decoding(serve_model, checkpoint, kind, guide, fits):
@@ -241,8 +241,8 @@ async def test_guided_decoding(serve_model, checkpoint, kind, guide, fits):
     bias = np.zeros((1, VOCAB_SIZE), np.float32)
     bias[0, tokenizer.encode("}", add_special_tokens=False)] = 50  # or JSON of random tokens never ends
     tokens = await served.tokens(length=60, **given, end_id=row(1), embedding_bias=bias)
-    answer = tokenizer.decode(tokens)
-    assert fits(answer) is not False, answer
+    response = tokenizer.decode(tokens)
+    assert fits(response) is not False, response
 
 
 async def test_unknown_guide_type_is_rejected(serve_model):
@@ -459,16 +459,16 @@ async def test_cancellation_before_the_request_starts(serve_model):
 
 
 async def test_text_interface_of_the_model(serve_model, checkpoint, greedy):
-    """Other front ends get a language model."""
+    """Other frontends get a language model."""
     from neso.generation import GenerationRequest, SamplingParams
 
     served = await serve_model()
     model = served.core.model("tensorrt_llm")
     params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
     pieces = [output async for output in model.generate(GenerationRequest(PROMPT, params))]
-    answer = "".join(delta.text for output in pieces for delta in output.deltas)
+    response = "".join(delta.text for output in pieces for delta in output.deltas)
     tokenizer = Tokenizer.from_model(checkpoint)
-    assert answer == tokenizer.decode(PROMPT + greedy())[len(tokenizer.decode(PROMPT)) :]
+    assert response == tokenizer.decode(PROMPT + greedy())[len(tokenizer.decode(PROMPT)) :]
 
 
 async def test_high_priority_blocks_are_retained(serve_model):

@@ -75,7 +75,7 @@ def test_requested_outputs_enable_logprobs():
     assert text_request(return_logprobs=True).values == {"logprobs": 1}
     assert text_request(return_cumulative_logprob=True).values == {"logprobs": 0}
     assert text_request({"logprobs": 5}, return_logprobs=True).values == {"logprobs": 5}
-    assert text_request(return_logprobs=False).wanted == frozenset()
+    assert text_request(return_logprobs=False).requested == frozenset()
 
 
 @pytest.mark.parametrize(

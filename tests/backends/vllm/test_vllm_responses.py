@@ -35,8 +35,8 @@ def output(*completions: SimpleNamespace, finished: bool = False, **fields: Any)
     )
 
 
-def request_for(*wanted: str, prepend: bool = False) -> TextRequest:
-    return TextRequest("Say: ", (), not prepend, prepend, frozenset(wanted), {}, None)
+def request_for(*expected: str, prepend: bool = False) -> TextRequest:
+    return TextRequest("Say: ", (), not prepend, prepend, frozenset(expected), {}, None)
 
 
 def as_python(tensors: list[Any]) -> dict[str, list[Any]]:

@@ -131,13 +131,13 @@ def test_nan_logits_fail_only_their_group(monkeypatch):
     core.step()
     step = core.runner.step
 
-    def poison(plan):
+    def fail_in_step(plan):
         logits = step(plan)
         logits[1, 3] = float("nan")
         return logits
 
     with monkeypatch.context() as patch:
-        patch.setattr(core.runner, "step", poison)
+        patch.setattr(core.runner, "step", fail_in_step)
         (bad,) = core.step()
     assert (bad.request_id, bad.finish_reason) == ("bad", FinishReason.ERROR)
     core.check_integrity()
@@ -152,11 +152,11 @@ def test_a_failing_step_ends_every_beam_of_a_group(monkeypatch):
     core.add(make_request("a", [1], 8, beam_width=3))
     core.step()
 
-    def explode(plan):
+    def fail(plan):
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(core.runner, "step", explode)
+        patch.setattr(core.runner, "step", fail)
         outputs = core.step()
     assert {o.finish_reason for o in outputs} == {FinishReason.ERROR}
     assert not core.has_work
@@ -186,7 +186,7 @@ def test_a_group_too_large_for_the_cache_is_rejected():
     core = make_beam_core(num_blocks=10)
     assert core.add(make_request("fits", [1] * 8, 8, beam_width=4)) == []
     (output,) = core.add(make_request("does not", [1] * 8, 12, beam_width=4))
-    assert "each of 4 beams" in output.error
+    assert "each of 4 sequences" in output.error
     (output,) = core.add(make_request("wide", [1], 1, beam_width=13))
     assert "at most 12 can run" in output.error
 

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from neso.engine.core.attention_window import AttentionWindow
-from neso.engine.core.draft import MAX_TREE_NODES, Draft, DraftTree
 from neso.engine.core.kv_manager import KVCacheManager
 from neso.engine.core.request import RequestDraft
 from neso.engine.core.sequence import Sequence
+from neso.engine.spec_decode.draft import MAX_TREE_NODES, Draft, DraftTree
 from neso.engine.spec_decode.ngram import NgramProposer
 from neso.engine.spec_decode.speculator import Proposer
 from neso.generation import FinishReason
@@ -22,25 +22,25 @@ from neso.generation import FinishReason
 prompts = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=24), min_size=1, max_size=8)
 
 
-class Guesser(Proposer):
+class RandomProposer(Proposer):
     """Proposes the right token with a given probability at each position."""
 
     def __init__(self, right: float, seed: int = 0) -> None:
         self.right = right
         self.rng = random.Random(seed)
 
-    def guess(self, tokens: list[int]) -> int:
+    def next_draft_token(self, tokens: list[int]) -> int:
         wrong = self.rng.random() >= self.right
         return (next_token(tokens) + wrong) % VOCAB
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
-        guessed: list[int] = []
+        tokens: list[int] = []
         for _ in range(self.rng.randint(1, most)):
-            guessed.append(self.guess(sequence.token_ids + guessed))
-        return Draft(guessed)
+            tokens.append(self.next_draft_token(sequence.token_ids + tokens))
+        return Draft(tokens)
 
 
-class TreeGuesser(Guesser):
+class RandomTreeProposer(RandomProposer):
     """Grows a random tree."""
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
@@ -55,7 +55,7 @@ class TreeGuesser(Guesser):
                 break
             parents.append(parent)
             depths.append(depth)
-            texts.append([*before, self.guess(before)])
+            texts.append([*before, self.next_draft_token(before)])
         return Draft([text[-1] for text in texts], DraftTree(tuple(parents)))
 
 
@@ -73,10 +73,10 @@ class TreeGuesser(Guesser):
 )
 def test_drafts_change_no_token(prompts, max_tokens, num_blocks, chunk, budget, caching, tree, right, seed):
     """For any draft: requests arrive late, some are aborted, some have several sequences, some do not overlap."""
-    guesser = (TreeGuesser if tree else Guesser)(right, seed)
+    proposer = (RandomTreeProposer if tree else RandomProposer)(right, seed)
     core = make_core(
         num_blocks,
-        proposer=guesser,
+        proposer=proposer,
         max_prefill_chunk=chunk,
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
@@ -111,7 +111,7 @@ def test_drafts_change_no_token(prompts, max_tokens, num_blocks, chunk, budget, 
 
 
 def test_accepted_drafts_save_steps():
-    core = make_core(proposer=Guesser(1.0))
+    core = make_core(proposer=RandomProposer(1.0))
     core.add(make_request("a", [1, 2, 3], max_tokens=16))
     steps = 0
     while core.has_work:
@@ -124,7 +124,7 @@ def test_accepted_drafts_save_steps():
 
 
 def test_only_accepted_tokens_are_in_the_prefix_cache():
-    core = make_core(proposer=Guesser(0.5, seed=4), num_blocks=40)
+    core = make_core(proposer=RandomProposer(0.5, seed=4), num_blocks=40)
     prompt = [1, 2, 3]
     core.add(make_request("a", prompt, max_tokens=30))
     run(core)
@@ -139,7 +139,7 @@ def test_end_token_within_a_draft():
     expected = expected_tokens([4], 12)
     end = expected[6]
     first = expected.index(end)
-    core = make_core(proposer=Guesser(1.0))
+    core = make_core(proposer=RandomProposer(1.0))
     core.add(make_request("a", [4], max_tokens=12, end_token_ids=(end,)))
     outputs = []
     while core.has_work:
@@ -160,7 +160,7 @@ def test_min_tokens_applies_within_a_draft(right):
         core.add(make_request("a", [4], max_tokens=12, min_tokens=7, end_token_ids=(end,)))
         return run(core)["a", 0]
 
-    assert answers(proposer=Guesser(right)) == answers()
+    assert answers(proposer=RandomProposer(right)) == answers()
 
 
 def test_seeded_sampling_with_penalties_is_unchanged():
@@ -174,8 +174,8 @@ def test_seeded_sampling_with_penalties_is_unchanged():
 
     plain = answers()
     for seed in range(4):
-        assert answers(proposer=Guesser(0.7, seed)) == plain
-        assert answers(proposer=TreeGuesser(0.7, seed)) == plain
+        assert answers(proposer=RandomProposer(0.7, seed)) == plain
+        assert answers(proposer=RandomTreeProposer(0.7, seed)) == plain
 
 
 def test_each_token_has_logprobs():
@@ -189,12 +189,12 @@ def test_each_token_has_logprobs():
                 found += output.logprobs
         return found
 
-    assert positions(proposer=Guesser(0.8)) == positions()
+    assert positions(proposer=RandomProposer(0.8)) == positions()
 
 
 @pytest.mark.parametrize("where", ["propose", "complete"])
 def test_a_failing_proposer_is_disabled(where):
-    class Failing(Guesser):
+    class Failing(RandomProposer):
         def propose(self, sequence, most):
             if where == "propose":
                 raise RuntimeError("no more")
@@ -213,7 +213,7 @@ def test_a_failing_proposer_is_disabled(where):
 
 
 def test_preemption_with_drafts():
-    core = make_core(13, proposer=Guesser(0.6))
+    core = make_core(13, proposer=RandomProposer(0.6))
     for i in range(6):
         core.add(make_request(str(i), [i] * 8, max_tokens=20))
     assert run(core) == {(str(i), 0): expected_tokens([i] * 8, 20) for i in range(6)}
@@ -247,8 +247,8 @@ class TestDraftsOfRequests:
     def test_verified_with_the_last_prompt_chunk(self, right, overlap):
         prompt = list(range(11))
         expected = expected_tokens(prompt, 8)
-        guess = expected[:right] + [(token + 1) % VOCAB for token in expected[right:5]]
-        found = self.outputs(RequestDraft(guess), prompt, overlap)
+        draft = expected[:right] + [(token + 1) % VOCAB for token in expected[right:5]]
+        found = self.outputs(RequestDraft(draft), prompt, overlap)
         assert [token for output in found for token in output.token_ids] == expected
         assert (found[0].draft_tokens, found[0].accepted_draft_tokens) == (5, right)
         assert len(found) == 8 - right
@@ -299,7 +299,7 @@ def test_spare_blocks_of_one_sequence_do_not_allow_a_copy_for_another():
     kv.check_integrity([child])
 
 
-class WideGuesser(Proposer):
+class WideTreeProposer(Proposer):
     """Proposes the maximum number of tree nodes, all children of the root."""
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
@@ -312,7 +312,7 @@ def test_trees_use_no_reserved_blocks(window, num_blocks):
     core = make_core(
         num_blocks,
         window=window,
-        proposer=WideGuesser(),
+        proposer=WideTreeProposer(),
         batch_scheduler_policy="guaranteed_no_evict",
         max_num_batched_tokens=200,
         max_prefill_chunk=16,
@@ -350,7 +350,7 @@ def test_drafts_use_no_reserved_blocks(prompts, right, tree, window, chunk, cach
     core = make_core(
         num_blocks,
         window=window,
-        proposer=(TreeGuesser if tree else Guesser)(right),
+        proposer=(RandomTreeProposer if tree else RandomProposer)(right),
         batch_scheduler_policy="guaranteed_no_evict",
         max_prefill_chunk=chunk,
         enable_prefix_caching=caching,

@@ -77,7 +77,7 @@ class Scheduling(RuleBasedStateMachine):
             self.core.check_integrity()
 
     @invariant()
-    def tokens_are_right(self):
+    def tokens_are_correct(self):
         for (name, _), tokens in self.tokens.items():
             if name in self.requests:
                 longest, _ = self.lengths[name]
@@ -95,7 +95,7 @@ class Scheduling(RuleBasedStateMachine):
             longest, n = self.lengths[name]
             # Aborting a sequence before it forks also aborts its siblings.
             assert all(len(self.tokens[name, i]) == longest for i in range(n) if n == 1)
-        self.tokens_are_right()
+        self.tokens_are_correct()
         assert self.core.scheduler.kv.pool.num_used == 0
         if self.promises:
             assert self.core.scheduler.num_preemptions == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_engine import expected_tokens, make_core, make_request, run
-from test_drafts import Guesser
+from test_drafts import RandomProposer
 
 from neso.engine.beams.addon import BeamSearchAddon
 from neso.generation import FinishReason
@@ -46,16 +46,16 @@ def test_a_failing_step_ends_all_of_its_requests(monkeypatch, place, steps):
     """Includes requests that the step finished before it failed: without a final output they would wait forever."""
     core = make_core(num_host_blocks=4)
     fill(core)
-    told = [output for _ in range(steps) for output in core.step()]
+    reported = [output for _ in range(steps) for output in core.step()]
     with monkeypatch.context() as patch:
         patch.setattr(*PLACES[place](core), explode, raising=False)
-        told += core.step()
+        reported += core.step()
         core.check_integrity()
     while core.has_work:
-        told += core.step()
+        reported += core.step()
         core.check_integrity()
-    assert {output.request_id for output in told if output.finish_reason} == set(NAMES)
-    assert any("a defect" in output.error for output in told)
+    assert {output.request_id for output in reported if output.finish_reason} == set(NAMES)
+    assert any("a defect" in output.error for output in reported)
     assert core.scheduler.kv.pool.num_used == 0
     core.add(make_request("next", [1, 2, 3]))
     assert run(core) == {("next", 0): expected_tokens([1, 2, 3], 8)}
@@ -66,16 +66,16 @@ def test_overlapping_steps_fail_too(monkeypatch, place):
     core = make_core(overlap=True)
     core.add(make_request("a", [1, 2]))
     core.add(make_request("b", [3], max_tokens=2))
-    told = core.step()
+    reported = core.step()
     places = {**PLACES, "launch": lambda core: (core.runner, "launch")}
     with monkeypatch.context() as patch:
         patch.setattr(*places[place](core), explode)
-        told += core.step()
+        reported += core.step()
         core.check_integrity()
     while core.has_work:
-        told += core.step()
+        reported += core.step()
         core.check_integrity()
-    assert {output.request_id for output in told if output.finish_reason} == {"a", "b"}
+    assert {output.request_id for output in reported if output.finish_reason} == {"a", "b"}
     core.add(make_request("next", [1, 2, 3]))
     assert run(core) == {("next", 0): expected_tokens([1, 2, 3], 8)}
 
@@ -86,14 +86,14 @@ def test_an_unschedulable_request_does_not_block_other_requests(monkeypatch):
     core.add(make_request("good", [1]))
     attach = core.scheduler.kv.attach_prefix
 
-    def attach_but_one(sequence):
+    def attach_all_but_one(sequence):
         if sequence.request.request_id == "poison":
             explode()
         attach(sequence)
 
-    monkeypatch.setattr(core.scheduler.kv, "attach_prefix", attach_but_one)
-    (answer,) = core.step()
-    assert (answer.request_id, answer.finish_reason) == ("poison", FinishReason.ERROR)
+    monkeypatch.setattr(core.scheduler.kv, "attach_prefix", attach_all_but_one)
+    (response,) = core.step()
+    assert (response.request_id, response.finish_reason) == ("poison", FinishReason.ERROR)
     core.check_integrity()
     assert run(core) == {("good", 0): expected_tokens([1], 8)}
 
@@ -101,8 +101,8 @@ def test_an_unschedulable_request_does_not_block_other_requests(monkeypatch):
 def test_an_exception_in_add_ends_the_request(monkeypatch):
     core = make_core()
     monkeypatch.setattr("neso.engine.spec_decode.speculator.draft_of", explode)
-    (answer,) = core.add(make_request("a", [1]))
-    assert (answer.request_id, answer.finish_reason) == ("a", FinishReason.ERROR)
+    (response,) = core.add(make_request("a", [1]))
+    assert (response.request_id, response.finish_reason) == ("a", FinishReason.ERROR)
     core.step()
     core.check_integrity()
     monkeypatch.undo()
@@ -112,7 +112,7 @@ def test_an_exception_in_add_ends_the_request(monkeypatch):
 
 @pytest.mark.parametrize("method", ["propose", "complete", "observe"])
 def test_a_failing_proposer_fails_no_request(monkeypatch, method):
-    proposer = Guesser(1.0)
+    proposer = RandomProposer(1.0)
     core = make_core(proposer=proposer)
     for i in range(3):
         core.add(make_request(str(i), [i], 10 + i))

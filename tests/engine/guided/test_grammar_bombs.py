@@ -81,7 +81,7 @@ def llm(llama_checkpoint: Path) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def patient(llama_checkpoint: Path) -> LLM:
+def slow_grammar_llm(llama_checkpoint: Path) -> LLM:
     """An engine with a long grammar timeout, for grammars that compile in time on any machine."""
     return LLM(llama_checkpoint, num_threads=1, grammar_timeout=60)
 
@@ -106,25 +106,25 @@ def test_a_bomb_fails_only_its_request(llm: LLM, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_large_but_harmless_grammars_are_accepted(patient: LLM, name: str) -> None:
+def test_large_but_harmless_grammars_are_accepted(slow_grammar_llm: LLM, name: str) -> None:
     params = SamplingParams(max_tokens=60, seed=1, guided_decoding=GuidedDecoding(**HARMLESS[name]))
-    outputs = list(patient.stream("The quick", params))
+    outputs = list(slow_grammar_llm.stream("The quick", params))
     assert outputs[-1].finished
-    patient.core.check_integrity()
+    slow_grammar_llm.core.check_integrity()
 
 
-def test_a_grammar_that_exceeds_the_limits_during_generation(patient: LLM) -> None:
+def test_a_grammar_that_exceeds_the_limits_during_generation(slow_grammar_llm: LLM) -> None:
     """A grammar that passes the check ends its sequence when it exceeds the library's limits."""
     params = SamplingParams(
         max_tokens=400, seed=1, guided_decoding=GuidedDecoding(regex="([a-z]{1,1000}){1,1000}")
     )
-    free = patient.stream("The quick", FREE)
+    free = slow_grammar_llm.stream("The quick", FREE)
     next(free)
     with pytest.raises(InvalidParameter, match="too many expressions"):
-        list(patient.stream("The quick", params))
+        list(slow_grammar_llm.stream("The quick", params))
     assert list(free)[-1].finished
-    patient.core.check_integrity()
-    assert not patient.core.has_work
+    slow_grammar_llm.core.check_integrity()
+    assert not slow_grammar_llm.core.has_work
 
 
 def test_rejected_grammars_are_cached(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

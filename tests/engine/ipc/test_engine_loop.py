@@ -28,7 +28,7 @@ from neso.generation import FinishReason, LoraRequest
 
 @pytest.fixture
 def loop():
-    """Return (core, server end of the socket)."""
+    """Yield (core, server end of the socket)."""
     context = zmq.Context()
     ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     ours.bind("inproc://loop")
@@ -47,21 +47,21 @@ def loop():
     context.term()
 
 
-def answers(socket, wanted):
+def answers(socket, expected):
     """Return the messages until all requests have ended."""
-    told = {}
-    while not all(name in told and told[name][-1].finish_reason for name in wanted):
+    reported = {}
+    while not all(name in reported and reported[name][-1].finish_reason for name in expected):
         event = event_decoder.decode(socket.recv())
         for output in event.outputs if isinstance(event, StepOutputs) else ():
-            told.setdefault(output.request_id, []).append(output)
-    return told
+            reported.setdefault(output.request_id, []).append(output)
+    return reported
 
 
 def assert_serves(socket, name="good"):
-    told = answers(socket, {name})
-    tokens = [token for output in told[name] for token in output.token_ids]
+    reported = answers(socket, {name})
+    tokens = [token for output in reported[name] for token in output.token_ids]
     assert tokens == expected_tokens([1, 2], 8)
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("method", ["add", "abort"])
@@ -69,17 +69,17 @@ def test_a_failed_command_is_reported_and_others_run(loop, monkeypatch, method):
     core, socket = loop
     working = getattr(core, method)
 
-    def explode_for_one(what, *args):
+    def fail_for_one(what, *args):
         if getattr(what, "request_id", what) == "bad":
             raise RuntimeError("a defect")
         return working(what, *args)
 
-    monkeypatch.setattr(core, method, explode_for_one)
+    monkeypatch.setattr(core, method, fail_for_one)
     bad = Add(make_request("bad", [3])) if method == "add" else Abort("bad")
     socket.send(command_encoder.encode([bad, Add(make_request("good", [1, 2]))]))
-    told = assert_serves(socket)
+    reported = assert_serves(socket)
     if method == "add":
-        assert [(o.finish_reason, o.error) for o in told["bad"]] == [
+        assert [(o.finish_reason, o.error) for o in reported["bad"]] == [
             (FinishReason.ERROR, "the engine failed: a defect")
         ]
 
@@ -99,10 +99,10 @@ def test_an_invalid_command_is_reported(loop):
 def test_an_error_of_the_integrity_check_is_reported(loop, monkeypatch):
     core, socket = loop
 
-    def explode():
+    def fail():
         raise KeyError("a defect")
 
-    monkeypatch.setattr(core, "check_integrity", explode)
+    monkeypatch.setattr(core, "check_integrity", fail)
     socket.send(command_encoder.encode([CheckIntegrity()]))
     event = event_decoder.decode(socket.recv())
     assert isinstance(event, Integrity) and "a defect" in event.message

@@ -29,12 +29,12 @@ from neso.engine.runners.reference.runner import ReferenceRunner
 step, hangs = ReferenceRunner.step, []
 # No other step takes any time for it.
 watchdog.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() if hangs else 0.0)
-def hang_in_the_second(self, plan):
+def hang_in_second_step(self, plan):
     if plan.step == 2:
         hangs.append(True)
         time.sleep(1000)
     return step(self, plan)
-ReferenceRunner.step = hang_in_the_second
+ReferenceRunner.step = hang_in_second_step
 """
 
 
@@ -65,7 +65,7 @@ async def test_a_hanging_step_ends_the_process(llama_checkpoint, tmp_path, monke
         await tokens_of(engine)
     assert not engine.alive
     folder = folder_in(capfd.readouterr().err)
-    assert "hang_in_the_second" in (folder / "stacks.txt").read_text()
+    assert "hang_in_second_step" in (folder / "stacks.txt").read_text()
     assert [plan.step for plan in read_steps(folder)] == [1, 2]
     assert read_engine(folder).num_blocks == 32
     await engine.stop()

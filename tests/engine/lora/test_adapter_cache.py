@@ -73,7 +73,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.used.append(version)
 
     @invariant()
-    def holds_what_it_should(self) -> None:
+    def cache_is_consistent(self) -> None:
         assert [v for v in range(self.next) if v in self.cache] == sorted(self.used)
         assert self.cache.num_bytes == sum(self.sizes[v] for v in self.used) <= CAPACITY
 
@@ -129,7 +129,7 @@ class SlotsMachine(RuleBasedStateMachine):
         self.in_slot.update(self.slots.take_changes())
 
     @invariant()
-    def runs_with_the_right_adapters(self) -> None:
+    def slots_match_adapters(self) -> None:
         self.slots.check_integrity(self.running)
         for use in self.running:
             assert self.in_slot[use.slot] == use.version

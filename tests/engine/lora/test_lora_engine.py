@@ -104,12 +104,12 @@ def test_adapters_in_use_are_not_evicted(llama_checkpoint, adapters, expected, m
     manager = llm.core.addon(LoraManager)
     take_loaded = manager.take_loaded
 
-    def take_loaded_after_the_load():
+    def take_loaded_after_load():
         manager.wait(timeout=60)  # otherwise "a" may end before "b" is read
         return take_loaded()
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "take_loaded", take_loaded_after_the_load)
+        patch.setattr(manager, "take_loaded", take_loaded_after_load)
         with pytest.raises(
             InvalidParameter, match=r"no room: those in use take .*lora_cache_host_memory_bytes"
         ):
@@ -136,14 +136,14 @@ def test_an_adapter_that_the_runner_rejects_fails_only_its_requests(
         llm.load_lora(str(number), adapters[number])
     working, versions = llm.core.runner.set_adapter, []
 
-    def full_for_the_first(slot, packed):
+    def fail_for_first(slot, packed):
         versions.append(packed)
         if packed is versions[0]:
             raise MemoryError("no room")
         working(slot, packed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.core.runner, "set_adapter", full_for_the_first)
+        patch.setattr(llm.core.runner, "set_adapter", fail_for_first)
         streams = [llm.stream(PROMPT, GREEDY, lora=lora) for lora in ("0", "1", None)]
         with pytest.raises(EngineError, match="its adapter failed: no room"):
             list(streams[0])
@@ -198,10 +198,10 @@ def test_random_operations(llama_checkpoint, adapters, expected, tmp_path):
                 else:
                     got += output.deltas[0].token_ids
             case _:
-                wanted = rng.choice([None, *meant])
-                stream = llm.stream(PROMPT, GREEDY, lora=wanted)
+                requested = rng.choice([None, *meant])
+                stream = llm.stream(PROMPT, GREEDY, lora=requested)
                 output = next(stream)  # the request starts here
-                streams.append((meant.get(wanted, -1), list(output.deltas[0].token_ids), stream))
+                streams.append((meant.get(requested, -1), list(output.deltas[0].token_ids), stream))
         llm.core.check_integrity()
     assert answered > 5
     for _, _, stream in streams:

@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import neso._native as _native
 from neso.engine.runners.native.packing import INT4, INT8, Kind, PackedMatrix, Packer
@@ -258,3 +260,28 @@ def test_invalid_arguments_are_named_in_errors() -> None:
     with pytest.raises(ValueError, match="unknown instruction set 'sse9', known are amx"):
         matrix = _native.Matrix("int8", 16, 64, data, scales, None, 32)
         _native.matmul(matrix, np.zeros((1, 64), np.float32), np.zeros((1, 16), np.float32), "sse9")
+
+
+COUNTS = st.lists(st.integers(0, 40), max_size=30)
+
+
+@given(counts=COUNTS, threads=st.integers(1, 9), calls=st.integers(1, 5))
+@settings(deadline=None, max_examples=60)
+def test_each_chunk_runs_once_per_call(counts: list[int], threads: int, calls: int) -> None:
+    assert _native.count_chunks(counts, threads, calls) == [calls] * sum(counts)
+
+
+@given(counts=COUNTS, threads=st.integers(2, 5))
+@settings(deadline=None, max_examples=20)
+def test_late_threads_do_not_delay_others(counts: list[int], threads: int) -> None:
+    """The other threads start when the first has finished all loops, and find no work."""
+    assert _native.count_chunks(counts, threads, calls=2, alone=True) == [2] * sum(counts)
+
+
+def test_many_more_threads_than_cores() -> None:
+    assert _native.count_chunks([64, 1, 0, 7] * 50, 32, calls=10) == [10] * (72 * 50)
+
+
+def test_zero_threads_are_rejected() -> None:
+    with pytest.raises(ValueError, match="there must be a thread"):
+        _native.count_chunks([1], 0)

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from plan_builder import PlanBuilder, oracle_logits, random_tokens, run, run_in_chunks
 
 import neso._native as _native
+from neso.engine.runners import registry
 from neso.engine.runners.base import Runner
+from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.runners.reference.runner import ReferenceRunner
-from neso.engine.runners.registry import runner_class
+from neso.engine.runners.registry import UnknownRunner, runner_class
 from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
@@ -179,8 +181,10 @@ def test_mixed_batches(load: Load, checkpoint_factory: Factory, name: str, block
         for sequence in unfinished[: random.integers(1, len(unfinished) + 1)]:
             left = len(sequence.tokens) - sequence.num_computed
             advances.append((sequence, 1 if random.random() < 0.6 else int(random.integers(1, left + 1))))
-        wanted = [expected[s.sequence_id][s.num_computed : s.num_computed + count] for s, count in advances]
-        np.testing.assert_allclose(run(runner, builder.plan(advances)), np.concatenate(wanted), atol=ATOL)
+        requested = [
+            expected[s.sequence_id][s.num_computed : s.num_computed + count] for s, count in advances
+        ]
+        np.testing.assert_allclose(run(runner, builder.plan(advances)), np.concatenate(requested), atol=ATOL)
 
 
 def test_prefill_longer_than_a_query_tile(load: Load, checkpoint_factory: Factory) -> None:
@@ -285,3 +289,21 @@ def test_weights_of_another_shape_are_rejected(
         spec = decoder_spec({**checkpoint.config, **overrides})
         with pytest.raises(CheckpointError, match=tensor):
             ReferenceRunner.load(spec, checkpoint)
+
+
+def test_unknown_names() -> None:
+    assert runner_class("auto") is NativeRunner
+    assert runner_class("reference") is ReferenceRunner
+    with pytest.raises(UnknownRunner, match="reference"):
+        runner_class("gpu")
+
+
+def test_auto_selects_the_first_importable_runner(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = {"absent": ("neso.engine.runners.absent", "Absent")}
+    monkeypatch.setattr(registry, "RUNNERS", {**missing, "reference": registry.RUNNERS["reference"]})
+    assert runner_class("auto") is ReferenceRunner
+    assert "the runner absent cannot run here" in caplog.text
+    with pytest.raises(UnknownRunner, match="absent"):
+        runner_class("absent")

@@ -96,8 +96,10 @@ def test_mixed_step_with_kernels_equals_transformers(checkpoint_factory: Factory
     one, two, three = (builder.sequence(random_tokens(length, seed=length)) for length in (12, 25, 19))
     expected = {s.sequence_id: oracle_logits(oracle, s.tokens) for s in (one, two, three)}
     for advances in ([(one, 11), (two, 5)], [(three, 17), (one, 1), (two, 20)], [(three, 2)]):
-        wanted = [expected[s.sequence_id][s.num_computed : s.num_computed + count] for s, count in advances]
-        np.testing.assert_allclose(run(runner, builder.plan(advances)), np.concatenate(wanted), atol=ATOL)
+        requested = [
+            expected[s.sequence_id][s.num_computed : s.num_computed + count] for s, count in advances
+        ]
+        np.testing.assert_allclose(run(runner, builder.plan(advances)), np.concatenate(requested), atol=ATOL)
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -149,8 +151,8 @@ def test_float8_product_is_close_to_dense(kind: torch.dtype, bias: float | None)
     found = linear(x)
     assert found.dtype == kind
     expected = torch.nn.functional.linear(x.float(), weight, None if added is None else added.float())
-    for row, wanted in zip(found.float().numpy(), expected.numpy(), strict=True):
-        assert relative_error(row, wanted) < OF_FLOAT8
+    for row, requested in zip(found.float().numpy(), expected.numpy(), strict=True):
+        assert relative_error(row, requested) < OF_FLOAT8
 
 
 def test_product_with_stored_codes_equals_dequantized() -> None:

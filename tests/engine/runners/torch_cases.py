@@ -35,7 +35,6 @@ from neso.engine.runners.torch.weights import round_to_float8
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, SamplingBatch, choose
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
-from neso.generation import SamplingParams
 
 Factory = Callable[..., Path]
 
@@ -205,18 +204,18 @@ class KernelCases:
         codes, scales = round_rows(x.to(device))
         expected, expected_scales = round_to_float8(x)
         torch.testing.assert_close(scales.cpu(), expected_scales, rtol=1e-6, atol=0)
-        found, wanted = codes.cpu().float(), expected.float()
+        found, requested = codes.cpu().float(), expected.float()
         scaled = x.float() / expected_scales
         # Interpreted, an overflowing mantissa does not increment the exponent; see triton.runtime.interpreter.
         # This affects numbers that are rounded up to a power of two, possibly subnormal ones.
-        up_to_power = torch.frexp(wanted.abs())[0] == 0.5
-        lost = (up_to_power & (wanted.abs() > scaled.abs())) | (scaled.abs() < 2**-6)
+        up_to_power = torch.frexp(requested.abs())[0] == 0.5
+        lost = (up_to_power & (requested.abs() > scaled.abs())) | (scaled.abs() < 2**-6)
         compared = ~lost if device == CPU else torch.ones_like(lost)
         assert compared.float().mean() > 0.75
         # Division may be inexact in the last bit and ties may be rounded up: then the next code results.
-        assert ((found != wanted) & compared).float().mean() < 1e-2
+        assert ((found != requested) & compared).float().mean() < 1e-2
         step = torch.exp2(torch.frexp(scaled.abs().clamp(min=2**-6))[1].float() - 4)
-        assert ((found - wanted).abs() <= step)[compared].all()
+        assert ((found - requested).abs() <= step)[compared].all()
 
     @pytest.mark.parametrize("name", ATTENTION)
     def test_attention(
@@ -325,7 +324,7 @@ class GraphCases:
         builder, runner = PlanBuilder(4, 64, seed=3), with_operations(loaded, KERNELS)
         allocate(runner, builder, graphs=graphs)
         sequences = [builder.sequence([*random_tokens(5 + i, seed=i), 0, 0]) for i in range(3)]
-        greedy = SamplingBatch.of([SamplingParams(temperature=0)] * 3, np.zeros(3))
+        greedy = SamplingBatch.of([(0.0, 0, 1.0, 0.0, 0.0)] * 3)
         rows = np.cumsum([5, 6, 7]) - 1
         first = runner.launch(
             builder.plan([(s, len(s.tokens) - 2) for s in sequences], rows=rows.tolist()), greedy

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from random_draws import assert_neighbours, random_draws
 
 from neso.engine.runners.native.runner import NativeRunner
+from neso.engine.sampling.logprobs import best_candidates
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, choose
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
@@ -67,3 +68,23 @@ def test_wrong_vocab_size_is_rejected(runner: NativeRunner) -> None:
     draws = random_draws(np.random.default_rng(3), 2)
     with pytest.raises(ValueError, match="vocab_size"):
         runner.choose(np.zeros((2, runner.spec.vocab_size + 1), np.float32), draws)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 5),
+    width=st.sampled_from([1, 3, 64, 65, 1000, 4099]),
+    count=st.integers(1, 40),
+    levels=st.sampled_from([3, 50, 100_000]),
+    banned=st.sampled_from([0.0, 0.5, 0.999]),
+)
+def test_candidates_are_the_largest_in_order(seed, rows, width, count, levels, banned):
+    """Few distinct values cause ties: lower positions come first."""
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(0, levels, (rows, width)).astype(np.float32)
+    scores[rng.random(scores.shape) < banned] = -np.inf
+    parents, tokens = best_candidates(scores, lambda values, rows: values, count)
+    order = np.argsort(-scores.reshape(-1), kind="stable")[:count]
+    order = order[scores.reshape(-1)[order] > -np.inf]
+    assert (parents * width + tokens).tolist() == order.tolist()

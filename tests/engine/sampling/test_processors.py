@@ -196,6 +196,6 @@ def test_all_log_probabilities():
 def test_returned_logits_are_unprocessed():
     rows = np.random.default_rng(0).normal(size=(2, VOCAB)).astype(np.float32)
     states = [make_state(), make_state(return_generation_logits=True, logit_bias={2: 50.0})]
-    plain, asked = Sampler().sample(rows.copy(), states)
-    assert plain.logits == b"" and asked.token_id == 2
-    np.testing.assert_array_equal(np.frombuffer(asked.logits, np.float32), rows[1])
+    plain, requested = Sampler().sample(rows.copy(), states)
+    assert plain.logits == b"" and requested.token_id == 2
+    np.testing.assert_array_equal(np.frombuffer(requested.logits, np.float32), rows[1])

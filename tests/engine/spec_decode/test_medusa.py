@@ -13,12 +13,12 @@ from medusa_files import HIDDEN, NUM_HEADS, VOCAB, head_tensors, write_heads
 from oracle import greedy
 
 from neso.engine.client.llm import LLM
-from neso.engine.core.draft import MAX_TREE_NODES
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.errors import EngineError
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.registry import runner_class
 from neso.engine.spec_decode.config import MC_SIM_7B_63, paths_of
+from neso.engine.spec_decode.draft import MAX_TREE_NODES
 from neso.engine.spec_decode.medusa import MedusaHeads, tree_of
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
@@ -71,8 +71,8 @@ def fitted_heads(llama_checkpoint, expected, tmp_path_factory):
     hidden = hidden_states(llama_checkpoint, text)
     outputs = []
     for ahead in range(2, 2 + NUM_HEADS):
-        wanted = np.eye(VOCAB)[text[ahead:]]
-        solution, *_ = np.linalg.lstsq(hidden[: len(wanted)].astype(np.float64), wanted, rcond=None)
+        requested = np.eye(VOCAB)[text[ahead:]]
+        solution, *_ = np.linalg.lstsq(hidden[: len(requested)].astype(np.float64), requested, rcond=None)
         outputs.append(solution.T)
     return write_heads(tmp_path_factory.mktemp("medusa") / "fitted", head_tensors(outputs, "medusa_head."))
 

@@ -164,7 +164,7 @@ def test_image_formats(llava):
     [
         ("<image>", [], "0, but the prompt has 1"),
         ("none", [picture()], "1, but the prompt has 0"),
-        ("<image>", [b"no image"], "cannot be read: it is none of PNG, JPEG"),
+        ("<image>", [b"no image"], "cannot be read: expected one of PNG, JPEG"),
         ("<image>", ["https://example.com/x.png"], "not fetched"),
         ("<image>", ["file:///etc/passwd"], "not fetched"),
         ("<image>", ["data:image/png,plain"], "base64"),

@@ -39,7 +39,7 @@ LEFT_OUT = ("lm_head.weight", "model.layers.0.mlp.down_proj.weight")
 
 
 @dataclass(frozen=True)
-class Form:
+class Float8Case:
     """Quantization of a checkpoint; `block` as in `Float8Matrix`, None for a whole dimension."""
 
     config: dict[str, Any]
@@ -62,27 +62,33 @@ def compressed(strategy: str, **fields: Any) -> dict[str, Any]:
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
 FORMS = {
-    "fp8-blocks": Form(BLOCKS, "weight_scale_inv", (32, 32)),
-    "fp8-blocks-bfloat16": Form(
+    "fp8-blocks": Float8Case(BLOCKS, "weight_scale_inv", (32, 32)),
+    "fp8-blocks-bfloat16": Float8Case(
         {**BLOCKS, "weight_block_size": [32, 64]}, "weight_scale_inv", (32, 64), torch.bfloat16
     ),
-    "fp8-large-blocks": Form({**BLOCKS, "weight_block_size": [128, 128]}, "weight_scale_inv", (128, 128)),
-    "fp8-tensor": Form(
+    "fp8-large-blocks": Float8Case(
+        {**BLOCKS, "weight_block_size": [128, 128]}, "weight_scale_inv", (128, 128)
+    ),
+    "fp8-tensor": Float8Case(
         {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
         "weight_scale_inv",
         (None, None),
         torch.bfloat16,
         scalar=True,
     ),
-    "fp8-weight-scale": Form({"quant_method": "fp8"}, "weight_scale", (None, None)),
-    "compressed-tensor": Form(compressed("tensor"), "weight_scale", (None, None)),
-    "compressed-channel": Form(compressed("channel"), "weight_scale", (1, None), torch.bfloat16),
-    "compressed-naive": Form(compressed("channel", format="naive-quantized"), "weight_scale", (1, None)),
-    "fbgemm": Form({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "weight_scale", (1, None)),
+    "fp8-weight-scale": Float8Case({"quant_method": "fp8"}, "weight_scale", (None, None)),
+    "compressed-tensor": Float8Case(compressed("tensor"), "weight_scale", (None, None)),
+    "compressed-channel": Float8Case(compressed("channel"), "weight_scale", (1, None), torch.bfloat16),
+    "compressed-naive": Float8Case(
+        compressed("channel", format="naive-quantized"), "weight_scale", (1, None)
+    ),
+    "fbgemm": Float8Case(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "weight_scale", (1, None)
+    ),
 }
 
 
-def quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize(weight: torch.Tensor, form: Float8Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales and dequantized weights, block by block."""
     outputs, inputs = weight.shape
     height, width = form.block[0] or outputs, form.block[1] or inputs
@@ -101,7 +107,7 @@ def quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tens
     return codes, scales, exact
 
 
-def make_both(source: Path, directory: Path, form: Form) -> tuple[Path, Path]:
+def make_both(source: Path, directory: Path, form: Float8Case) -> tuple[Path, Path]:
     """A quantized checkpoint, and a dense float32 one with the same weights."""
     quantized, dense = (Path(shutil.copytree(source, directory / name)) for name in ("quantized", "dense"))
     stored, plain = load_file(source / "model.safetensors"), load_file(source / "model.safetensors")

@@ -27,16 +27,16 @@ def test_invalid_hub_names_are_not_looked_up(monkeypatch: pytest.MonkeyPatch, na
 
 
 def test_hub_name_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[Any] = []
+    requested: list[Any] = []
 
     def download(name: str, **options: Any) -> str:
-        asked.append((name, options["revision"]))
+        requested.append((name, options["revision"]))
         assert "*.bin" not in options["allow_patterns"]
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model("org/model-1.5B", revision="main") == tmp_path
-    assert asked == [("org/model-1.5B", "main")]
+    assert requested == [("org/model-1.5B", "main")]
 
 
 @pytest.mark.parametrize(
@@ -59,5 +59,5 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch, error: Exception, message: 
 def test_download_patterns() -> None:
     files = ["model.safetensors", "1_Pooling/config.json", "2_Dense/model.safetensors", "onnx/config.json"]
     files += ["consolidated.safetensors", "original/params.json", "openvino/model.safetensors"]
-    wanted = filter_repo_objects(files, allow_patterns=_DOWNLOAD_PATTERNS, ignore_patterns=_IGNORE_PATTERNS)
-    assert list(wanted) == files[:3]
+    expected = filter_repo_objects(files, allow_patterns=_DOWNLOAD_PATTERNS, ignore_patterns=_IGNORE_PATTERNS)
+    assert list(expected) == files[:3]

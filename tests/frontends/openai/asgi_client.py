@@ -11,7 +11,7 @@ import orjson
 
 
 @dataclass
-class Answer:
+class AsgiResponse:
     """The application's response."""
 
     status: int = 0
@@ -41,10 +41,10 @@ class AsgiClient:
     def __init__(self, app: Any) -> None:
         self._app = app
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> AsgiResponse:
         return await self.request("GET", path, b"")
 
-    async def post(self, path: str, body: Any, **options: Any) -> Answer:
+    async def post(self, path: str, body: Any, **options: Any) -> AsgiResponse:
         return await self.request("POST", path, json.dumps(body).encode(), **options)
 
     async def request(
@@ -54,8 +54,8 @@ class AsgiClient:
         *body: bytes,
         headers: tuple[tuple[bytes, bytes], ...] = (),
         disconnect_after: int | None = None,
-    ) -> Answer:
-        answer = Answer()
+    ) -> AsgiResponse:
+        response = AsgiResponse()
         pending = list(body)
         disconnected = asyncio.Event()
 
@@ -70,17 +70,17 @@ class AsgiClient:
 
         async def send(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                answer.status = message["status"]
-                answer.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+                response.status = message["status"]
+                response.headers = {k.decode(): v.decode() for k, v in message["headers"]}
                 return
             if message["body"]:
-                answer.parts.append(message["body"])
-            answer.complete = not message.get("more_body", False)
-            if disconnect_after is not None and len(answer.parts) >= disconnect_after:
+                response.parts.append(message["body"])
+            response.complete = not message.get("more_body", False)
+            if disconnect_after is not None and len(response.parts) >= disconnect_after:
                 disconnected.set()
 
         await self._app(make_scope(method, path, headers), receive, send)
-        return answer
+        return response
 
 
 def make_scope(method: str, path: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> dict[str, Any]:

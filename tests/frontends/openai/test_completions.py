@@ -14,15 +14,15 @@ PATH = "/v1/completions"
 
 
 async def complete(client: AsgiClient, **fields: Any) -> Any:
-    answer = await client.post(PATH, {"model": "scripted", "prompt": "the fox", **fields})
-    assert answer.status == 200, answer.body
-    return answer.json()
+    response = await client.post(PATH, {"model": "scripted", "prompt": "the fox", **fields})
+    assert response.status == 200, response.body
+    return response.json()
 
 
 async def test_response_format(client: AsgiClient, script: ScriptedModel) -> None:
-    answer = await client.post(PATH, {"model": "scripted", "prompt": "the fox"})
-    assert answer.headers["content-type"] == "application/json"
-    body = answer.json()
+    response = await client.post(PATH, {"model": "scripted", "prompt": "the fox"})
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
     assert body.pop("id").startswith("cmpl-")
     assert isinstance(body.pop("created"), int)
     assert body == {
@@ -135,9 +135,9 @@ async def test_echo_with_max_tokens_0(client: AsgiClient) -> None:
 async def test_stream_equals_whole_response(client: AsgiClient, parameters: dict[str, Any]) -> None:
     fields = {"prompt": ["a", "the fox"], "n": 2, **parameters}
     whole = await complete(client, **fields)
-    answer = await client.post(PATH, {"model": "scripted", "stream": True, **fields})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *chunks, done = answer.events()
+    response = await client.post(PATH, {"model": "scripted", "stream": True, **fields})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = response.events()
     assert done == "[DONE]"
     assert all("usage" not in chunk for chunk in chunks)
     assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
@@ -154,15 +154,15 @@ async def test_stream_equals_whole_response(client: AsgiClient, parameters: dict
 
 async def test_usage_at_the_end_of_a_stream(client: AsgiClient) -> None:
     fields = {"model": "scripted", "prompt": ["a", "b"], "stream": True}
-    answer = await client.post(PATH, {**fields, "stream_options": {"include_usage": True}})
-    *chunks, last, _ = answer.events()
+    response = await client.post(PATH, {**fields, "stream_options": {"include_usage": True}})
+    *chunks, last, _ = response.events()
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 2 * (2 + 3)
 
 
 async def test_usage_in_every_chunk(client: AsgiClient) -> None:
-    answer = await client.post(
+    response = await client.post(
         PATH,
         {
             "model": "scripted",
@@ -171,14 +171,14 @@ async def test_usage_in_every_chunk(client: AsgiClient) -> None:
             "stream_options": {"continuous_usage_stats": True},
         },
     )
-    chunks = answer.events()[:-1]
+    chunks = response.events()[:-1]
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
 
 
 async def test_characters_are_not_split(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: "héé☃"
-    answer = await client.post(PATH, {"model": "scripted", "prompt": "a", "stream": True})
-    texts = [chunk["choices"][0]["text"] for chunk in answer.events()[:-1]]
+    response = await client.post(PATH, {"model": "scripted", "prompt": "a", "stream": True})
+    texts = [chunk["choices"][0]["text"] for chunk in response.events()[:-1]]
     assert [text for text in texts if text] == ["h", "é", "é", "☃"]
 
 
@@ -187,20 +187,20 @@ async def test_failed_sequence(
     client: AsgiClient, script: ScriptedModel, reason: FinishReason, status: int
 ) -> None:
     script.final_reason = reason
-    answer = await client.post(PATH, {"model": "scripted", "prompt": "a"})
-    assert answer.status == status
+    response = await client.post(PATH, {"model": "scripted", "prompt": "a"})
+    assert response.status == status
     streamed = await client.post(PATH, {"model": "scripted", "prompt": "a", "stream": True})
     assert streamed.status == 200
     assert streamed.complete
-    assert streamed.events()[-1]["error"] == answer.json()["error"]
+    assert streamed.events()[-1]["error"] == response.json()["error"]
 
 
 async def test_stream_has_a_chunk_for_each_step(client: AsgiClient, script: ScriptedModel) -> None:
     """Also for steps whose text is held back, here because it is a part of a character."""
     script.reply = lambda request, choice: "hello 🦊 there"
     fields = {"model": "scripted", "prompt": "the fox", "stream": True}
-    answer = await client.post(PATH, {**fields, "stream_options": {"include_usage": True}})
-    *chunks, last, done = answer.events()
+    response = await client.post(PATH, {**fields, "stream_options": {"include_usage": True}})
+    *chunks, last, done = response.events()
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert len(texts) == last["usage"]["completion_tokens"] and texts.count("") > 2
     assert "".join(texts) == "hello 🦊 there" and done == "[DONE]"

@@ -29,8 +29,8 @@ def script() -> ScriptedModel:
 async def test_disconnect_while_waiting(
     client: AsgiClient, script: ScriptedModel, path: str, body: dict[str, Any]
 ) -> None:
-    answer = await asyncio.wait_for(client.post(path, body, disconnect_after=0), 60)
-    assert answer.status == 0
+    response = await asyncio.wait_for(client.post(path, body, disconnect_after=0), 60)
+    assert response.status == 0
     assert len(script.aborted) == len(script.requests)
 
 
@@ -38,8 +38,8 @@ async def test_disconnect_while_waiting(
 async def test_disconnect_during_a_stream(
     client: AsgiClient, script: ScriptedModel, path: str, body: dict[str, Any]
 ) -> None:
-    answer = await asyncio.wait_for(client.post(path, {**body, "stream": True}, disconnect_after=1), 60)
-    assert not answer.complete
+    response = await asyncio.wait_for(client.post(path, {**body, "stream": True}, disconnect_after=1), 60)
+    assert not response.complete
     assert script.requests
     assert sorted(script.aborted) == sorted(request.request_id for request in script.requests)
 

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asgi_client import Answer, AsgiClient
+from asgi_client import AsgiClient, AsgiResponse
+from pydantic import ValidationError
 from scripted_model import ScriptedBackend, ScriptedModel
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from neso.engine.errors import EngineDead
 from neso.frontends.openai import OpenAIOptions, check_model_config, create_app
+from neso.frontends.openai.completions import CompletionRequest
+from neso.frontends.openai.errors import ApiError
+from neso.frontends.openai.routing import parse_body
 from neso.generation import InvalidParameter
 from neso.server import backend
 from neso.server.core import Core
@@ -28,12 +32,12 @@ ASK = {"model": "scripted", "prompt": "a"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def check(answer: Answer, status: int, param: str | None = None, code: str | None = None) -> str:
+def check(response: AsgiResponse, status: int, param: str | None = None, code: str | None = None) -> str:
     """Return the message of an error after checking its status and type."""
-    assert answer.status == status, answer.body
-    assert answer.complete
-    assert answer.headers["content-type"] == "application/json"
-    body = answer.json()
+    assert response.status == status, response.body
+    assert response.complete
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
     assert set(body) == {"error"}
     error = body["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -56,9 +60,9 @@ async def test_model_without_text(client: AsgiClient) -> None:
 
 async def test_unknown_route_and_wrong_method(client: AsgiClient) -> None:
     assert "/v1/nope" in check(await client.get("/v1/nope"), 404, code="unknown_url")
-    answer = await client.get(CHAT)
-    check(answer, 405, code="method_not_allowed")
-    assert answer.headers["allow"] == "POST"
+    response = await client.get(CHAT)
+    check(response, 405, code="method_not_allowed")
+    assert response.headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff", b"null"])
@@ -130,15 +134,15 @@ async def test_too_long_prompts(client: AsgiClient) -> None:
     long = "hello " * 1100
     code = "context_length_exceeded"
     for extra in ({}, {"stream": True}):
-        answer = await client.post(COMPLETIONS, {**ASK, **extra, "prompt": long})
-        assert "1000 tokens" in check(answer, 400, "prompt", code)
-        answer = await client.post(COMPLETIONS, {**ASK, **extra, "prompt": [[5], [5] * 1000]})
-        assert check(answer, 400, "prompt", code) == (
+        response = await client.post(COMPLETIONS, {**ASK, **extra, "prompt": long})
+        assert "1000 tokens" in check(response, 400, "prompt", code)
+        response = await client.post(COMPLETIONS, {**ASK, **extra, "prompt": [[5], [5] * 1000]})
+        assert check(response, 400, "prompt", code) == (
             "This model's maximum context length is 1000 tokens, of which at least one must be left for the output; "
             "'prompt' is 1000 tokens long."
         )
-        answer = await client.post(CHAT, {**HI, **extra, "messages": [{"role": "user", "content": long}]})
-        check(answer, 400, "messages", code)
+        response = await client.post(CHAT, {**HI, **extra, "messages": [{"role": "user", "content": long}]})
+        check(response, 400, "messages", code)
 
 
 async def test_engine_rejection(client: AsgiClient, script: ScriptedModel) -> None:
@@ -170,10 +174,10 @@ async def test_unexpected_errors_hide_their_text(
     client: AsgiClient, script: ScriptedModel, error: Exception
 ) -> None:
     script.error = error
-    answer = await client.post(COMPLETIONS, ASK)
-    check(answer, 500)
-    assert b"secret" not in answer.body
-    assert b"Traceback" not in answer.body
+    response = await client.post(COMPLETIONS, ASK)
+    check(response, 500)
+    assert b"secret" not in response.body
+    assert b"Traceback" not in response.body
 
 
 @pytest.mark.parametrize(
@@ -186,9 +190,9 @@ async def test_error_in_a_stream(
     client: AsgiClient, script: ScriptedModel, error: Exception, type: str, path: str, body: dict[str, Any]
 ) -> None:
     script.error, script.fail_after = error, 1
-    answer = await client.post(path, {**body, "stream": True})
-    assert (answer.status, answer.complete) == (200, True)
-    *chunks, last = answer.events()
+    response = await client.post(path, {**body, "stream": True})
+    assert (response.status, response.complete) == (200, True)
+    *chunks, last = response.events()
     assert chunks
     assert last["error"]["type"] == type
     assert len(script.aborted) == len(script.requests)
@@ -205,17 +209,17 @@ async def test_too_large_body(client: AsgiClient) -> None:
 async def test_compressed_body(client: AsgiClient) -> None:
     body = json.dumps(ASK).encode()
     for path in (COMPLETIONS, "/tokenize"):
-        answer = await client.request(
+        response = await client.request(
             "POST", path, gzip.compress(body), headers=((b"content-encoding", b"gzip"),)
         )
-        assert "gzip" in check(answer, 415, code="unsupported_content_encoding")
+        assert "gzip" in check(response, 415, code="unsupported_content_encoding")
     plain = ((b"content-encoding", b"identity"),)
     assert (await client.request("POST", COMPLETIONS, body, headers=plain)).status == 200
 
 
 async def test_body_in_pieces(client: AsgiClient) -> None:
-    answer = await client.request("POST", COMPLETIONS, b'{"model": "scri', b'pted", "prompt": ', b'"a"}')
-    assert answer.status == 200
+    response = await client.request("POST", COMPLETIONS, b'{"model": "scri', b'pted", "prompt": ', b'"a"}')
+    assert response.status == 200
 
 
 async def test_stopping_server(client: AsgiClient, core: Core) -> None:
@@ -282,6 +286,32 @@ async def test_long_text_is_tokenized_in_a_thread(
         return encode(text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(script.text, "encode", noted)
-    monkeypatch.setattr(script, "generate", None)  # only the front end tokenizes
+    monkeypatch.setattr(script, "generate", None)  # only the frontend tokenizes
     await client.post(path, {"model": "scripted", **body})
     assert threads and threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt":[' + b"1," * 1_000_001 + b"1]}", "The body has more than 1000000 values."),
+        (b'{"prompt":[' + b'"",' * 50_001 + b'""]}', "The body has more than 50000 strings."),
+        (b'{"x":[' + b"[]," * 50_001 + b"[]]}", "The body has more than 50000 objects and arrays."),
+    ],
+)
+def test_number_of_values_is_limited(body: bytes, message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_body(body, CompletionRequest)
+    assert caught.value.status == 400 and caught.value.message == message
+
+
+def test_values_in_strings_are_not_counted() -> None:
+    text = '[1,{"a\\\\":2},' * 200_000
+    assert parse_body(json.dumps({"model": "m", "prompt": text}).encode(), CompletionRequest).prompt == text
+
+
+def test_only_the_first_invalid_item_of_a_list_is_reported() -> None:
+    body = b'{"model":"m","prompt":[' + b"1," * 900_000 + b'"a",' * 10_000 + b'"a"]}'
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate_json(body)
+    assert caught.value.error_count() < 10

@@ -33,10 +33,10 @@ async def test_list_models(client: AsgiClient) -> None:
 
 async def test_get_model(client: AsgiClient) -> None:
     assert (await client.get("/v1/models/scripted")).json()["id"] == "scripted"
-    answer = await client.get("/v1/models/org/nope")
-    assert answer.status == 404
-    assert answer.json()["error"]["code"] == "model_not_found"
-    assert "'org/nope'" in answer.json()["error"]["message"]
+    response = await client.get("/v1/models/org/nope")
+    assert response.status == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+    assert "'org/nope'" in response.json()["error"]["message"]
 
 
 @pytest.fixture

@@ -40,14 +40,14 @@ async def test_models(openai_client: openai.AsyncOpenAI) -> None:
 
 
 async def test_completion(openai_client: openai.AsyncOpenAI) -> None:
-    answer = await openai_client.completions.create(
+    response = await openai_client.completions.create(
         model="scripted", prompt=["a", "b"], n=2, logprobs=1, echo=True, extra_body={"top_k": 3}
     )
-    assert [choice.text for choice in answer.choices] == ["ahello there"] * 2 + ["bhello there"] * 2
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 4
-    logprobs = answer.choices[0].logprobs
+    assert [choice.text for choice in response.choices] == ["ahello there"] * 2 + ["bhello there"] * 2
+    assert response.usage is not None
+    assert response.usage.prompt_tokens_details is not None
+    assert response.usage.prompt_tokens_details.cached_tokens == 4
+    logprobs = response.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.tokens == ["<s>", "a", "hello", " there", "</s>"]
 
@@ -63,10 +63,10 @@ async def test_streamed_completion(openai_client: openai.AsyncOpenAI) -> None:
 
 
 async def test_chat(openai_client: openai.AsyncOpenAI) -> None:
-    answer = await openai_client.chat.completions.create(
+    response = await openai_client.chat.completions.create(
         model="scripted", messages=HI, logprobs=True, top_logprobs=1
     )
-    (choice,) = answer.choices
+    (choice,) = response.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "hello there")
     assert choice.finish_reason == "stop"
     assert choice.logprobs is not None
@@ -100,9 +100,9 @@ async def test_tool_result_message(openai_client: openai.AsyncOpenAI, script: Sc
     first = await openai_client.chat.completions.create(model="scripted", messages=HI, tools=TOOLS)
     message = first.choices[0].message
     assert message.tool_calls is not None
-    answer: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
+    response: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
     script.reply = lambda request, choice: "It is sunny."
-    messages: Any = [*HI, message, answer]
+    messages: Any = [*HI, message, response]
     second = await openai_client.chat.completions.create(model="scripted", messages=messages, tools=TOOLS)
     assert second.choices[0].message.content == "It is sunny."
     assert '"tool_call_id"' in str(script.requests[-1].prompt)
@@ -153,10 +153,10 @@ async def test_concurrent_requests(openai_client: openai.AsyncOpenAI, script: Sc
 
 
 async def test_synchronous_client(url: str) -> None:
-    def talk() -> tuple[str | None, str]:
+    def exchange() -> tuple[str | None, str]:
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             whole = client.chat.completions.create(model="scripted", messages=HI)
             stream = client.completions.create(model="scripted", prompt="a", stream=True)
             return whole.choices[0].message.content, "".join(chunk.choices[0].text for chunk in stream)
 
-    assert await asyncio.to_thread(talk) == ("hello there", "hello there")
+    assert await asyncio.to_thread(exchange) == ("hello there", "hello there")

@@ -172,7 +172,7 @@ def test_array_of_another_size_than_the_file_is_rejected(shape: str) -> None:
 
 
 def test_array_of_objects_is_rejected() -> None:
-    with pytest.raises(ValueError, match="no array"):
+    with pytest.raises(ValueError, match="not an array"):
         decode_embeddings(encode(numpy_header("(1,)", "|O") + bytes(8)))
 
 

@@ -26,8 +26,8 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
 
 
 async def guided(client: AsgiClient, script: ScriptedModel, path: str, **fields: Any) -> Any:
-    answer = await client.post(path, body(path, **fields))
-    assert answer.status == 200, answer.body
+    response = await client.post(path, body(path, **fields))
+    assert response.status == 200, response.body
     return script.requests[-1].sampling.guided_decoding
 
 
@@ -51,9 +51,9 @@ async def guided(client: AsgiClient, script: ScriptedModel, path: str, **fields:
 async def test_output_formats(
     client: AsgiClient, script: ScriptedModel, path: str, fields: dict[str, Any], kind: str, expected: Any
 ) -> None:
-    asked = await guided(client, script, path, **fields)
-    assert (asked.kind, getattr(asked, kind)) == (kind, expected)
-    assert asked.field.startswith(next(iter(fields)))
+    requested = await guided(client, script, path, **fields)
+    assert (requested.kind, getattr(requested, kind)) == (kind, expected)
+    assert requested.field.startswith(next(iter(fields)))
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"guided_json": None}])
@@ -77,8 +77,8 @@ async def test_no_output_format(client: AsgiClient, script: ScriptedModel, field
     ],
 )
 async def test_invalid_output_formats(client: AsgiClient, fields: dict[str, Any], param: str) -> None:
-    answer = await client.post(CHAT, body(CHAT, **fields))
-    assert answer.status == 400 and answer.json()["error"]["param"] == param
+    response = await client.post(CHAT, body(CHAT, **fields))
+    assert response.status == 400 and response.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ async def test_invalid_output_formats(client: AsgiClient, fields: dict[str, Any]
 async def test_forced_calls(
     client: AsgiClient, script: ScriptedModel, fields: dict[str, Any], names: list[str], many: bool
 ) -> None:
-    asked = await guided(client, script, CHAT, tools=TOOLS, **fields)
-    assert (asked.kind, asked.field) == ("structural_tag", "tools")
-    form = json.loads(asked.structural_tag)["format"]
+    requested = await guided(client, script, CHAT, tools=TOOLS, **fields)
+    assert (requested.kind, requested.field) == ("structural_tag", "tools")
+    form = json.loads(requested.structural_tag)["format"]
     assert form["at_least_one"] and form["stop_after_first"] is not many
     for tag, name in zip(form["tags"], names, strict=True):
         # The parser reads text that matches the forced format.

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from asgi_client import Answer, AsgiClient
+from asgi_client import AsgiClient, AsgiResponse
 from scripted_model import ScriptedModel
 from starlette.applications import Starlette
 
@@ -26,10 +26,10 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": "scripted", "input": "hi", **fields}
 
 
-def sent_events(answer: Answer) -> list[dict[str, Any]]:
+def sent_events(response: AsgiResponse) -> list[dict[str, Any]]:
     """Return the events of a stream; check that each event's name is its type."""
     events = []
-    for block in answer.body.decode().split("\n\n")[:-1]:
+    for block in response.body.decode().split("\n\n")[:-1]:
         name, data = block.split("\n")
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == "event: " + events[-1]["type"]
@@ -38,10 +38,10 @@ def sent_events(answer: Answer) -> list[dict[str, Any]]:
 
 async def test_text_around_calls_becomes_items(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: f"Let me see.\n{CALL}\n{CALL}"
-    answer = (await client.post(PATH, body(tools=[WEATHER]))).json()
-    assert [item["type"] for item in answer["output"]] == ["message", "function_call", "function_call"]
-    assert answer["output"][0]["content"][0]["text"] == "Let me see."
-    first, second = answer["output"][1:]
+    response = (await client.post(PATH, body(tools=[WEATHER]))).json()
+    assert [item["type"] for item in response["output"]] == ["message", "function_call", "function_call"]
+    assert response["output"][0]["content"][0]["text"] == "Let me see."
+    first, second = response["output"][1:]
     assert (first["name"], first["arguments"]) == ("weather", '{"city": "Paris"}')
     assert first["call_id"] != second["call_id"]
 
@@ -50,8 +50,8 @@ async def test_parallel_tool_calls_false_keeps_the_first_call(
     client: AsgiClient, script: ScriptedModel
 ) -> None:
     script.reply = lambda request, choice: f"{CALL}\n{CALL}"
-    answer = (await client.post(PATH, body(tools=[WEATHER], parallel_tool_calls=False))).json()
-    assert [item["type"] for item in answer["output"]] == ["function_call"]
+    response = (await client.post(PATH, body(tools=[WEATHER], parallel_tool_calls=False))).json()
+    assert [item["type"] for item in response["output"]] == ["function_call"]
 
 
 async def test_generation_stops_after_a_cut_off_call(core: Core, script: ScriptedModel) -> None:
@@ -117,8 +117,8 @@ async def test_items_are_converted_to_chat_messages(client: AsgiClient, script: 
 
 
 async def test_assistant_turns_stay_separate_messages(client: AsgiClient, script: ScriptedModel) -> None:
-    said = [{"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}]
-    await client.post(PATH, body(input=[{"role": "user", "content": "Hi"}, *said]))
+    messages = [{"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}]
+    await client.post(PATH, body(input=[{"role": "user", "content": "Hi"}, *messages]))
     assert str(script.requests[0].prompt).count('"assistant"') == 2
 
 
@@ -130,7 +130,7 @@ async def test_instructions_are_not_inherited(client: AsgiClient, script: Script
 
 
 async def test_response_repeats_request_fields(client: AsgiClient) -> None:
-    answer = (
+    response = (
         await client.post(
             PATH,
             body(
@@ -148,12 +148,12 @@ async def test_response_repeats_request_fields(client: AsgiClient) -> None:
             ),
         )
     ).json()
-    assert answer["tools"] == [{**WEATHER, "strict": None}]
-    assert answer["tool_choice"]["mode"] == "auto"
-    assert answer["text"] == {"format": {"type": "text"}, "verbosity": "low"}
-    assert answer["reasoning"] == {"effort": "low", "summary": None}
-    assert (answer["temperature"], answer["top_p"], answer["max_output_tokens"]) == (0.5, 1.0, 50)
-    assert answer["metadata"] == {"a": "b"}
+    assert response["tools"] == [{**WEATHER, "strict": None}]
+    assert response["tool_choice"]["mode"] == "auto"
+    assert response["text"] == {"format": {"type": "text"}, "verbosity": "low"}
+    assert response["reasoning"] == {"effort": "low", "summary": None}
+    assert (response["temperature"], response["top_p"], response["max_output_tokens"]) == (0.5, 1.0, 50)
+    assert response["metadata"] == {"a": "b"}
 
 
 async def test_error_in_a_stream_is_a_failed_event(client: AsgiClient, script: ScriptedModel) -> None:
@@ -198,11 +198,11 @@ async def test_disconnect_aborts_generation(client: AsgiClient, script: Scripted
 async def test_disconnect_does_not_cancel_background_responses(
     client: AsgiClient, script: ScriptedModel
 ) -> None:
-    answer = await client.post(PATH, body(background=True, stream=True), disconnect_after=1)
+    response = await client.post(PATH, body(background=True, stream=True), disconnect_after=1)
     for _ in range(40):
         await asyncio.sleep(0)
     assert script.aborted == []
-    made = sent_events(answer)[0]["response"]["id"]
+    made = sent_events(response)[0]["response"]["id"]
     assert (await client.get(f"{PATH}/{made}")).json()["status"] == "completed"
 
 
@@ -218,8 +218,8 @@ async def test_delete_cancels_a_response_in_progress(client: AsgiClient, script:
 async def test_response_in_progress_cannot_be_continued(client: AsgiClient, script: ScriptedModel) -> None:
     script.hold = True
     made = (await client.post(PATH, body(background=True))).json()["id"]
-    answer = await client.post(PATH, body(previous_response_id=made))
-    assert (answer.status, answer.json()["error"]["param"]) == (400, "previous_response_id")
+    response = await client.post(PATH, body(previous_response_id=made))
+    assert (response.status, response.json()["error"]["param"]) == (400, "previous_response_id")
     await client.post(f"{PATH}/{made}/cancel", {})
 
 
@@ -227,18 +227,18 @@ async def test_cancel_before_the_task_starts(
     client: AsgiClient, app: Starlette, script: ScriptedModel
 ) -> None:
     """The stream ends too, although the task never started."""
-    asked = asyncio.ensure_future(client.post(PATH, body(background=True, stream=True)))
+    requested = asyncio.ensure_future(client.post(PATH, body(background=True, stream=True)))
     async with app.router.lifespan_context(app):
         await asyncio.sleep(0)
-    answer = await asyncio.wait_for(asked, 60)
-    assert answer.status == 200
-    assert answer.complete
+    response = await asyncio.wait_for(requested, 60)
+    assert response.status == 200
+    assert response.complete
 
 
 async def test_background_requires_a_store(core: Core) -> None:
     client = AsgiClient(create_app(core, OpenAIOptions(max_stored_responses=0)))
-    answer = await client.post(PATH, body(background=True))
-    assert (answer.status, answer.json()["error"]["param"]) == (400, "background")
+    response = await client.post(PATH, body(background=True))
+    assert (response.status, response.json()["error"]["param"]) == (400, "background")
     made = (await client.post(PATH, body())).json()["id"]
     assert (await client.get(f"{PATH}/{made}")).status == 404
 
@@ -265,8 +265,8 @@ async def test_response_is_accessible_only_with_its_key(core: Core) -> None:
     mine, yours = (((b"authorization", f"Bearer {key}".encode()),) for key in ("mine", "yours"))
     made = (await client.post(PATH, body(), headers=mine)).json()["id"]
     for method, path in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
-        answer = await client.request(method, f"{PATH}/{made}{path}", b"", headers=yours)
-        assert answer.status == 404
+        response = await client.request(method, f"{PATH}/{made}{path}", b"", headers=yours)
+        assert response.status == 404
     assert (await client.post(PATH, body(previous_response_id=made), headers=yours)).status == 400
     assert (await client.post(PATH, body(previous_response_id=made), headers=mine)).status == 200
     assert (await client.request("GET", f"{PATH}/{made}", b"", headers=mine)).status == 200
@@ -276,11 +276,11 @@ async def test_response_is_accessible_only_with_its_key(core: Core) -> None:
 async def test_large_integers_are_returned(client: AsgiClient, how: dict[str, Any]) -> None:
     large = 10**30
     tool = {**WEATHER, "parameters": {"type": "object", "properties": {"n": {"maximum": large}}}}
-    answer = await client.post(
+    response = await client.post(
         PATH, body(input=[{"role": "user", "content": "hi", "n": large}], tools=[tool], **how)
     )
-    assert answer.status == 200
-    made = sent_events(answer)[-1]["response"] if "stream" in how else json.loads(answer.body)
+    assert response.status == 200
+    made = sent_events(response)[-1]["response"] if "stream" in how else json.loads(response.body)
     assert made["tools"][0]["parameters"]["properties"]["n"]["maximum"] == large
     items = json.loads((await client.get(f"{PATH}/{made['id']}/input_items")).body)["data"]
     assert items[0]["n"] == large
@@ -295,8 +295,10 @@ async def test_images_are_passed_to_the_model(client: AsgiClient, script: Script
 
 async def test_logprobs_exclude_reasoning_and_calls(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: "hello"
-    answer = (await client.post(PATH, body(include=["message.output_text.logprobs"], top_logprobs=1))).json()
-    logprobs = answer["output"][0]["content"][0]["logprobs"]
+    response = (
+        await client.post(PATH, body(include=["message.output_text.logprobs"], top_logprobs=1))
+    ).json()
+    logprobs = response["output"][0]["content"][0]["logprobs"]
     assert logprobs[0]["token"] == "hello"
     assert logprobs[0]["bytes"] == list(b"hello")
     assert len(logprobs[0]["top_logprobs"]) == 1
@@ -304,12 +306,12 @@ async def test_logprobs_exclude_reasoning_and_calls(client: AsgiClient, script: 
 
 async def test_empty_output_is_an_empty_message(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: ""
-    answer = (await client.post(PATH, body())).json()
-    assert answer["output"][0]["content"][0]["text"] == ""
+    response = (await client.post(PATH, body())).json()
+    assert response["output"][0]["content"][0]["text"] == ""
 
 
 @pytest.mark.parametrize(
-    ("defaults", "asked", "room"),
+    ("defaults", "requested", "room"),
     [
         ({}, None, 250),
         ({}, 100, 100),
@@ -321,12 +323,12 @@ async def test_empty_output_is_an_empty_message(client: AsgiClient, script: Scri
     ],
 )
 async def test_truncation_leaves_room_for_max_output_tokens(
-    client: AsgiClient, script: ScriptedModel, defaults: dict[str, Any], asked: int | None, room: int
+    client: AsgiClient, script: ScriptedModel, defaults: dict[str, Any], requested: int | None, room: int
 ) -> None:
     script.default_sampling = SamplingDefaults(**defaults)
     turns = [{"role": "user", "content": "hello"}] * 60
     turn = len(script.text.encode(json.dumps(turns[0]) + "\n"))
-    asking = body(input=turns, truncation="auto", max_output_tokens=asked)
-    assert (await client.post(PATH, asking)).status == 200
+    request = body(input=turns, truncation="auto", max_output_tokens=requested)
+    assert (await client.post(PATH, request)).status == 200
     kept = len(script.text.encode(str(script.requests[-1].prompt), add_special_tokens=False))
     assert script.max_model_len - room - turn < kept <= script.max_model_len - room

@@ -31,8 +31,8 @@ PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input
 
 async def sampling(client: AsgiClient, script: ScriptedModel, body: dict[str, Any]) -> Any:
     path = next(path for field, path in PATHS.items() if field in body)
-    answer = await client.post(path, {"model": "scripted", **body})
-    assert answer.status == 200, answer.body
+    response = await client.post(path, {"model": "scripted", **body})
+    assert response.status == 200, response.body
     return script.requests[-1].sampling
 
 
@@ -111,9 +111,9 @@ async def test_invalid_values(
     client: AsgiClient, script: ScriptedModel, body: dict[str, Any], param: str
 ) -> None:
     path = next(path for field, path in PATHS.items() if field in body)
-    answer = await client.post(path, {"model": "scripted", **body})
-    assert answer.status == 400
-    error = answer.json()["error"]
+    response = await client.post(path, {"model": "scripted", **body})
+    assert response.status == 400
+    error = response.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert param in error["message"]
     assert not script.requests
@@ -162,5 +162,5 @@ async def test_beam_search_ignores_model_defaults(client: AsgiClient, script: Sc
 
 async def test_response_reports_its_sampling(client: AsgiClient, script: ScriptedModel) -> None:
     script.default_sampling = DEFAULTS
-    answer = await client.post("/v1/responses", {"model": "scripted", **RESPONSE, "top_p": 0.5})
-    assert (answer.json()["temperature"], answer.json()["top_p"]) == (0.6, 0.5)
+    response = await client.post("/v1/responses", {"model": "scripted", **RESPONSE, "top_p": 0.5})
+    assert (response.json()["temperature"], response.json()["top_p"]) == (0.6, 0.5)

@@ -14,6 +14,7 @@ from neso.server.config.model_config import (
     config_from_json,
     differ_in_instances_only,
     read_config,
+    string_parameter,
 )
 from neso.server.errors import InvalidArgument
 
@@ -101,3 +102,12 @@ def test_integers_out_of_range_are_invalid(tmp_path: Path) -> None:
         read_config(tmp_path)
     with pytest.raises(InvalidArgument, match="failed to parse the model configuration"):
         config_from_json('{"max_batch_size": 99999999999999999999999}')
+
+
+def test_reading_a_parameter_does_not_insert_it() -> None:
+    config = ModelConfig()
+    config.parameters["given"].string_value = "1"
+    assert string_parameter(config, "given") == "1"
+    assert string_parameter(config, "missing") == ""
+    assert string_parameter(config, "missing", "auto") == "auto"
+    assert list(config.parameters) == ["given"]

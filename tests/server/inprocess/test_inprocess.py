@@ -122,7 +122,7 @@ def test_calls_after_stop_fail_and_do_not_hang(models):
     with pytest.raises(ServerError):
         list(waiting)
     waiting.cancel()
-    for ask in (
+    for send_request in (
         lambda: server.model("slow"),
         server.models,
         server.metrics,
@@ -132,7 +132,7 @@ def test_calls_after_stop_fail_and_do_not_hang(models):
         server.start,
     ):
         with pytest.raises(Unavailable):
-            ask()
+            send_request()
     assert not model.ready()
 
 

@@ -126,7 +126,7 @@ def test_tensors_are_released_with_their_holders(server):
 
 def test_infer_accepts_a_request_or_its_fields(server):
     model = server.model("identity")
-    with pytest.raises(TypeError, match="fields as well: priority"):
+    with pytest.raises(TypeError, match="got both: priority"):
         model.infer(model.create_request(inputs={"IN": [1]}), priority=1)
 
 
@@ -164,14 +164,14 @@ async def test_asyncio_queue(server):
 
 async def test_wrong_queue_type(server):
     model = server.model("identity")
-    for ask, wrong in (
+    for send_request, wrong in (
         (model.infer, asyncio.Queue()),
         (model.infer, []),
         (model.async_infer, queue.SimpleQueue()),
         (model.async_infer, asyncio.Queue(maxsize=3)),
     ):
         with pytest.raises(neso.InvalidArgument, match="response_queue"):
-            ask(inputs={"IN": [1]}, response_queue=wrong)
+            send_request(inputs={"IN": [1]}, response_queue=wrong)
 
 
 def test_a_queue_receives_errors_as_responses(server):
@@ -282,11 +282,11 @@ def test_errors_have_classes(server):
 
 
 def test_async_infer_raises_immediately(server):
-    async def ask():
+    async def send_request():
         with pytest.raises(neso.InvalidArgument, match="unexpected inference input"):
             server.model("identity").async_infer(inputs={"X": [1]})
 
-    asyncio.run(ask())
+    asyncio.run(send_request())
     with pytest.raises(RuntimeError, match="no running event loop"):
         server.model("identity").async_infer(inputs={"IN": [1]})
 
@@ -294,12 +294,12 @@ def test_async_infer_raises_immediately(server):
 def test_calls_on_the_loop_of_the_server(server):
     model = server.model("repeat")
 
-    async def ask():
+    async def send_request():
         with pytest.raises(RuntimeError, match="own thread must not wait"):
             model.infer(inputs={"COUNT": [1]})
         return values([response async for response in model.async_infer(inputs={"COUNT": [2]})])
 
-    assert server.wait_for(ask()) == [[0], [1]]
+    assert server.wait_for(send_request()) == [[0], [1]]
 
 
 def test_models_by_name_and_version(server):

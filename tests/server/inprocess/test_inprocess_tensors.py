@@ -236,7 +236,7 @@ def test_move_to_the_same_device():
             tensor.to_device("gpu")
 
 
-class OnAGpu:
+class GpuArray:
     """Memory that numpy cannot read."""
 
     def __init__(self, array):
@@ -254,11 +254,11 @@ def test_missing_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(InvalidArgument, match="DLPack"):
-        neso.Tensor.from_dlpack(OnAGpu(np.zeros(1)))
+        neso.Tensor.from_dlpack(GpuArray(np.zeros(1)))
 
 
 def test_a_gpu_without_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     for make in (neso.Tensor.from_dlpack, lambda owner: make_input("X", owner, None)):
         with pytest.raises(Unsupported, match=r"neso\[torch\]"):
-            make(OnAGpu(np.zeros(1)))
+            make(GpuArray(np.zeros(1)))

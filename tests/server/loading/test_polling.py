@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from core_requests import ask, ask_slow, collect, index_of
+from core_requests import collect, index_of, send_request, send_slow_request
 from eventually import until
 from repository_builder import IDENTITY_TENSORS, SLOW, RepositoryBuilder
 
@@ -17,7 +17,7 @@ from neso.server.metadata import ModelState
 
 
 async def value_of(core: Core, name: str, version: str = "") -> float:
-    (response,) = await collect(ask(core.model(name, version), IN=np.zeros(1, np.float32)))
+    (response,) = await collect(send_request(core.model(name, version), IN=np.zeros(1, np.float32)))
     assert response.error is None, response.error
     return float(response.output("OUT").array[0])
 
@@ -157,7 +157,7 @@ async def test_an_ensemble_incompatible_with_its_changed_step_is_unloaded(
 async def test_requests_in_flight_outlive_their_model(repository: RepositoryBuilder, start_core):
     folder = repository.add("slow", SLOW)
     core = await start_core(poll=True)
-    stream = ask_slow(core.model("slow"))
+    stream = send_slow_request(core.model("slow"))
     await until((folder / "1" / "begun").exists)
     (folder / "config.pbtxt").rename(repository.path / "kept")  # the code folder is kept for the test
     moved = folder.rename(repository.path.parent / "moved")

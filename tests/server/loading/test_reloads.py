@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_requests import ask, ask_slow, collect, index_of
+from core_requests import collect, index_of, send_request, send_slow_request
 from eventually import until
 from repository_builder import CONSTANT, IDENTITY_TENSORS, RepositoryBuilder
 
@@ -52,7 +52,7 @@ output { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] }
 
 async def instances_of(core: Core, name: str = "m", requests: int = 40) -> set[str]:
     """Return the names of the responding instances."""
-    streams = [ask(core.model(name), IN=np.zeros(1, np.float32)) for _ in range(requests)]
+    streams = [send_request(core.model(name), IN=np.zeros(1, np.float32)) for _ in range(requests)]
     names = set()
     for stream in streams:
         (response,) = await collect(stream)
@@ -109,7 +109,7 @@ async def test_instances_are_added_and_removed_under_load(repository, start_core
         sent = 0
         while not stop.is_set():
             array = np.zeros((1, 1) if batching else 1, np.float32)
-            (response,) = await collect(ask(core.model("m"), IN=array))
+            (response,) = await collect(send_request(core.model("m"), IN=array))
             assert response.error is None, response.error
             sent += 1
         return sent
@@ -143,7 +143,7 @@ async def test_draining_instances_are_not_counted(repository, start_core, tmp_pa
         return IDENTITY_TENSORS + f"instance_group {{ count: {count} }}"
 
     async def fill(instances: int) -> list[ResponseStream]:
-        streams = [ask_slow(core.model("m")) for _ in range(instances)]
+        streams = [send_slow_request(core.model("m")) for _ in range(instances)]
         await until(lambda: all(stream.timeline.compute_start for stream in streams))
         return streams
 
@@ -212,7 +212,7 @@ async def test_reloads_drop_no_requests(repository: RepositoryBuilder, start_cor
 
     async def send() -> None:
         while not stop.is_set():
-            (response,) = await collect(ask(core.model("m"), IN=np.zeros(1, np.float32)))
+            (response,) = await collect(send_request(core.model("m"), IN=np.zeros(1, np.float32)))
             assert response.error is None, response.error
             answered.append(float(response.output("OUT").array[0]))
 
@@ -225,7 +225,7 @@ async def test_reloads_drop_no_requests(repository: RepositoryBuilder, start_cor
         )
         await core.load_model("m")
         seen = len(answered)
-        (response,) = await collect(ask(core.model("m"), IN=np.zeros(1, np.float32)))
+        (response,) = await collect(send_request(core.model("m"), IN=np.zeros(1, np.float32)))
         assert response.output("OUT").array[0] == value
         await until(lambda seen=seen: len(answered) >= seen + 200)
     stop.set()
@@ -310,4 +310,4 @@ async def test_a_model_that_loads_itself_during_its_load(repository, start_core)
     """
     repository.add("m", code)
     core = await asyncio.wait_for(start_core(explicit=True, startup_models=("m",)), 60)
-    assert "models depend on each other in a circle: m -> m" in index_of(core, "m")[0].reason
+    assert "models depend on each other in a cycle: m -> m" in index_of(core, "m")[0].reason

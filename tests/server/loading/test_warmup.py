@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 
 from neso.server.errors import ServerError
 from neso.server.metadata import ModelState
@@ -72,7 +72,7 @@ async def test_samples_are_executed_before_the_model_is_ready(repository, start_
     )
     assert statistics["inference_stats"]["success"]["count"] == 0 and not statistics["batch_stats"]
     assert model.in_flight_count == 0
-    await collect(ask(model, IN=np.ones(1, np.float32)))
+    await collect(send_request(model, IN=np.ones(1, np.float32)))
     assert model.statistics.inference_count == 1
 
 

@@ -56,14 +56,14 @@ def options(tmp_path):
     return lambda **given: LogOptions(file=str(tmp_path / "log"), **given)
 
 
-def say_all() -> None:
+def log_all_levels() -> None:
     log.debug("verbose")
     log.info("info")
     log.warning("warning")
     log.error("error")
 
 
-def said(lines: list[str]) -> list[str]:
+def messages_of(lines: list[str]) -> list[str]:
     return [line.rpartition(" ")[2].strip('"') for line in lines]
 
 
@@ -125,18 +125,18 @@ def test_unescaped_messages(install, options, lines, monkeypatch):
 
 def test_each_level_can_be_disabled(install, options, lines):
     settings = install(options())
-    say_all()
-    assert said(lines()) == ["info", "warning", "error"]
+    log_all_levels()
+    assert messages_of(lines()) == ["info", "warning", "error"]
     settings.update({"log_verbose_level": 1, "log_warning": False})
-    say_all()
-    assert said(lines()) == ["verbose", "info", "error"]
+    log_all_levels()
+    assert messages_of(lines()) == ["verbose", "info", "error"]
     settings.update({"log_verbose_level": 0, "log_info": False, "log_error": False})
     assert not log.isEnabledFor(logging.INFO) or lines() == []
-    say_all()
-    assert said(lines()) == []
+    log_all_levels()
+    assert messages_of(lines()) == []
     settings.update({"log_error": True})
-    say_all()
-    assert said(lines()) == ["error"]
+    log_all_levels()
+    assert messages_of(lines()) == ["error"]
 
 
 def test_disabled_levels_are_not_formatted(install, options):
@@ -152,7 +152,7 @@ def test_libraries_log_only_at_level_2(install, options, lines):
     library.debug("chatter")
     settings.update({"log_verbose_level": 2})
     library.debug("more")
-    assert said(lines()) == ["more"]
+    assert messages_of(lines()) == ["more"]
 
 
 def test_updates_are_atomic(install, options):

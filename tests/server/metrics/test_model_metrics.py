@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 from prometheus_client.parser import text_string_to_metric_families
 from repository_builder import IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS
 
@@ -28,7 +28,7 @@ async def lines_of(core) -> list[str]:
 
 async def infer(model, count: int = 1) -> None:
     for _ in range(count):
-        await collect(ask(model, IN=np.ones(1, np.float32)))
+        await collect(send_request(model, IN=np.ones(1, np.float32)))
 
 
 async def test_only_counters_by_default(repository, start_core):
@@ -96,7 +96,7 @@ async def test_first_response_histogram_of_decoupled_models(repository, start_co
     core = await start_core(metrics=MetricsConfig(histogram_latencies=True))
     await infer(core.model("identity"))
     for name in ("repeat", "own", "own"):
-        await collect(ask(core.model(name), COUNT=np.array([3], np.int32)))
+        await collect(send_request(core.model(name), COUNT=np.array([3], np.int32)))
     lines = await lines_of(core)
     assert f"# TYPE {HISTOGRAM} histogram" in lines
     assert [line.split('le="')[1].split('"')[0] for line in lines if f'{HISTOGRAM}_bucket{{model="repeat"' in line] == [

@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from core_requests import ask, collect, index_of
+from core_requests import collect, index_of, send_request
 from repository_builder import CONSTANT, IDENTITY_TENSORS
 
 from neso.server.core import Core
@@ -74,7 +74,7 @@ def bucket():
 
 
 async def value_of(core: Core) -> float:
-    (response,) = await collect(ask(core.model("m"), IN=np.zeros(1, np.float32)))
+    (response,) = await collect(send_request(core.model("m"), IN=np.zeros(1, np.float32)))
     assert response.error is None, response.error
     return float(response.output("OUT").array[0])
 

@@ -53,7 +53,7 @@ TENSORS = IDENTITY_TENSORS + 'output { name: "COUNT" data_type: TYPE_FP32 dims: 
 ENABLED = "response_cache { enable: true }"
 
 
-async def ask(model, *values: float, **options):
+async def send_request(model, *values: float, **options):
     """Return the output values and the last response."""
     inputs = {
         "IN": Tensor.from_numpy("IN", np.array(values or (1,), np.float32).reshape(options.pop("shape", -1)))
@@ -64,7 +64,7 @@ async def ask(model, *values: float, **options):
 
 async def count(model, *values: float, **options) -> int:
     """Return the execution number that produced the response."""
-    return int((await ask(model, *values, **options)).output("COUNT").array.flat[0])
+    return int((await send_request(model, *values, **options)).output("COUNT").array.flat[0])
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def serve(repository, start_core):
 async def test_hits_do_not_reach_the_backend(serve, batcher):
     model = await serve(ENABLED + batcher)
     shape = (1, -1) if batcher else (-1,)
-    first = await ask(model, 1, 2, id="a", shape=shape)
-    second = await ask(model, 1, 2, id="b", shape=shape)
+    first = await send_request(model, 1, 2, id="a", shape=shape)
+    second = await send_request(model, 1, 2, id="b", shape=shape)
     assert (first.id, second.id) == ("a", "b")
     assert second.final and (second.model_name, second.model_version) == ("model", "1")
     for response in first, second:
@@ -107,8 +107,8 @@ async def test_metrics(repository, start_core):
     repository.add("other", COUNTING, TENSORS)
     core = await start_core(response_cache_size=1 << 20)
     for _ in range(3):
-        await ask(core.model("model"))
-        await ask(core.model("other"))
+        await send_request(core.model("model"))
+        await send_request(core.model("other"))
     lines = core.metrics.render().decode().splitlines()
     assert 'nv_cache_num_hits_per_model{model="model",version="1"} 2' in lines
     assert 'nv_cache_num_misses_per_model{model="model",version="1"} 1' in lines
@@ -139,7 +139,7 @@ async def test_uncached_requests(serve, options):
 async def test_errors_are_not_cached(serve):
     model = await serve()
     for _ in range(2):
-        response = await ask(model, 13)
+        response = await send_request(model, 13)
         assert response.error is not None and response.error.message == "unlucky"
     assert await count(model) == 3
     assert model.statistics.cache_miss.count == 1 and model.statistics.fail.count == 2
@@ -153,7 +153,7 @@ async def test_response_with_a_separate_final_flag(serve):
 async def test_cached_outputs_are_copied(serve):
     model = await serve()
     for _ in range(3):
-        array = (await ask(model, 5)).output("OUT").array
+        array = (await send_request(model, 5)).output("OUT").array
         assert array.tolist() == [5]
         if array.flags.writeable:
             array[:] = 7
@@ -167,10 +167,10 @@ async def test_small_caches_evict(serve):
 async def test_a_reload_does_not_use_old_entries(repository, start_core):
     repository.add("model", COUNTING, TENSORS + ENABLED)
     core = await start_core(explicit=True, startup_models=("model",), response_cache_size=1 << 20)
-    assert (await ask(core.model("model"), 4)).output("OUT").array.tolist() == [4]
+    assert (await send_request(core.model("model"), 4)).output("OUT").array.tolist() == [4]
     repository.add("model", COUNTING.replace('"OUT", values', '"OUT", -values'), TENSORS + ENABLED)
     await core.load_model("model")
-    assert (await ask(core.model("model"), 4)).output("OUT").array.tolist() == [-4]
+    assert (await send_request(core.model("model"), 4)).output("OUT").array.tolist() == [-4]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from eventually import until
 from redis_process import RedisProcess, needs_redis
-from test_cached_models import COUNTING, ENABLED, TENSORS, ask, count
+from test_cached_models import COUNTING, ENABLED, TENSORS, count, send_request
 
 from neso.server.cache_options import RedisOptions
 from neso.server.errors import ErrorCode, InvalidArgument
@@ -62,9 +62,9 @@ async def settle(process, number: int) -> None:
 async def test_hits_do_not_reach_the_backend(serve, process, batcher):
     model = await serve(ENABLED + batcher)
     shape = (1, -1) if batcher else (-1,)
-    first = await ask(model, 1, 2, id="a", shape=shape)
+    first = await send_request(model, 1, 2, id="a", shape=shape)
     await settle(process, 1)
-    second = await ask(model, 1, 2, id="b", shape=shape)
+    second = await send_request(model, 1, 2, id="b", shape=shape)
     assert (first.id, second.id) == ("a", "b")
     assert second.final and (second.model_name, second.model_version) == ("model", "1")
     for response in first, second:
@@ -94,18 +94,18 @@ async def test_servers_share_entries(serve, process):
 
 async def test_a_changed_model_does_not_share_entries(serve, process):
     """Neither with changed code nor with a changed configuration."""
-    assert (await ask(await serve(), 4)).output("OUT").array.tolist() == [4]
+    assert (await send_request(await serve(), 4)).output("OUT").array.tolist() == [4]
     await settle(process, 1)
     changed = await serve(code=COUNTING.replace('"OUT", values', '"OUT", -values'))
-    assert (await ask(changed, 4)).output("OUT").array.tolist() == [-4]
+    assert (await send_request(changed, 4)).output("OUT").array.tolist() == [-4]
     again = await serve(ENABLED + "parameters { key: 'a' value { string_value: 'b' } }")
     assert await count(again, 4) == 1 and again.statistics.cache_hit.count == 0
 
 
 async def test_uncached_requests(serve, process):
     model = await serve()
-    assert (await ask(model, 13)).error.message == "unlucky"
-    assert (await ask(model, 13)).error.message == "unlucky"
+    assert (await send_request(model, 13)).error.message == "unlucky"
+    assert (await send_request(model, 13)).error.message == "unlucky"
     assert [await count(model, cacheable=False), await count(model, sequence_id=3)] == [3, 4]
     await asyncio.sleep(0.05)
     assert keys(process) == []
@@ -129,9 +129,9 @@ async def test_a_restart_of_redis_causes_only_misses(serve, process, caplog, mon
     lines = [record.message for record in caplog.records if "Redis" in record.message]
     assert len(lines) == 2
     assert lines[0].startswith(
-        f"Redis at 127.0.0.1:{process.port} does not answer, responses are not cached: "
+        f"Redis at 127.0.0.1:{process.port} does not respond, responses are not cached: "
     )
-    assert lines[1] == f"Redis at 127.0.0.1:{process.port} answers again"
+    assert lines[1] == f"Redis at 127.0.0.1:{process.port} responds again"
     assert model.in_flight_count == 0 and model.statistics.fail.count == 0
 
 
@@ -167,10 +167,10 @@ async def test_an_unresponsive_redis(serve, process, monkeypatch):
 
 async def test_a_waiting_request_does_not_block_the_loop(serve, process):
     model = await serve()
-    await ask(model, 1)
+    await send_request(model, 1)
     await settle(process, 1)
     process.suspend()
-    waiting = asyncio.ensure_future(ask(model, 1))
+    waiting = asyncio.ensure_future(send_request(model, 1))
     for _ in range(50):
         await asyncio.sleep(0.001)
         assert not waiting.done()
@@ -180,7 +180,7 @@ async def test_a_waiting_request_does_not_block_the_loop(serve, process):
 
 async def test_cancel_during_a_lookup(serve, process):
     model = await serve()
-    await ask(model, 1)
+    await send_request(model, 1)
     await settle(process, 1)
     process.suspend()
     inputs = {"IN": Tensor.from_numpy("IN", np.ones(1, np.float32))}
@@ -196,7 +196,7 @@ async def test_cancel_during_a_lookup(serve, process):
 
 async def test_unload_cancels_pending_lookups(serve, process):
     model = await serve(socket_timeout=0)
-    await ask(model, 1)
+    await send_request(model, 1)
     await settle(process, 1)
     process.suspend()
     inputs = {"IN": Tensor.from_numpy("IN", np.ones(1, np.float32))}

@@ -254,16 +254,16 @@ async def test_queue_timeout_delays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overridable", "asked", "refused"),
+    ("overridable", "requested", "refused"),
     [("true", 10_000, True), ("true", 10**9, False), ("false", 10_000, False)],
 )
-async def test_request_timeout_override(overridable: str, asked: int, refused: bool) -> None:
+async def test_request_timeout_override(overridable: str, requested: int, refused: bool) -> None:
     instances = Instances(
         f"default_queue_policy {{ default_timeout_microseconds: 5000000 allow_timeout_override: {overridable} }}"
     )
     instances.submit("running")
     await settle()
-    stream = instances.submit("a", timeout_us=asked)
+    stream = instances.submit("a", timeout_us=requested)
     await settle(0.03)
     assert stream.closed is refused
     instances.batcher.close()

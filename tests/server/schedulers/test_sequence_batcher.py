@@ -442,7 +442,7 @@ def test_iterative_requests_are_rescheduled_until_final(seed: int, count: int, s
     async def play() -> None:
         rng = random.Random(seed)
         instances = Instances("iterative_sequence: true " + strategy, count, size=3)
-        wanted: dict[ResponseStream, int] = {}
+        expected: dict[ResponseStream, int] = {}
         executed: dict[ResponseStream, list[bool]] = {}  # whether each execution had START
 
         def finish(instance: int) -> None:
@@ -452,7 +452,7 @@ def test_iterative_requests_are_rescheduled_until_final(seed: int, count: int, s
                 done()
             for stream in batch:
                 executed.setdefault(stream, []).append(stream.request.sequence_start)
-                if len(executed[stream]) < wanted[stream]:
+                if len(executed[stream]) < expected[stream]:
                     instances.batcher.reschedule(stream)
                 else:
                     stream.finish()
@@ -463,18 +463,18 @@ def test_iterative_requests_are_rescheduled_until_final(seed: int, count: int, s
             action = rng.random()
             if action < 0.3:
                 stream = instances.submit("", str(number))
-                wanted[stream] = rng.randint(1, 6)
+                expected[stream] = rng.randint(1, 6)
             elif action < 0.9 and instances.running:
                 finish(rng.choice(list(instances.running)))
-            elif wanted:
-                rng.choice(list(wanted)).cancel()
+            elif expected:
+                rng.choice(list(expected)).cancel()
             if rng.random() < 0.6:
                 await settle()
-        while any(not stream.closed for stream in wanted):
+        while any(not stream.closed for stream in expected):
             await settle()
             for instance in list(instances.running):
                 finish(instance)
-        for stream, times in wanted.items():
+        for stream, times in expected.items():
             (response,) = [response async for response in stream]
             runs = executed.get(stream, [])
             assert runs == [True, *[False] * (len(runs) - 1)][: len(runs)]

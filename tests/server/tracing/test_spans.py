@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 from repository_builder import IDENTITY_TENSORS
 from test_trace_files import BROKEN, CALLER, add_ensemble
 
@@ -54,8 +54,8 @@ def config(collector, *settings: str) -> TraceConfig:
     )
 
 
-async def ask_traced(core, model: str, headers: dict[str, str] | None = None, id: str = ""):
-    """Send a request like a front end; return the only response, and whether it was traced."""
+async def send_traced_request(core, model: str, headers: dict[str, str] | None = None, id: str = ""):
+    """Send a request like a frontend; return the only response, and whether it was traced."""
     trace = core.tracing.sample(model, (headers or {}).get)
     tensor = Tensor.from_numpy("IN", np.array([0.1, 2], np.float32))
     (response,) = await collect(
@@ -75,7 +75,7 @@ async def test_a_request_has_three_spans(collector, start_core, repository):
         )
     )
     before = time.time_ns()
-    await ask_traced(core, "identity", id="r")
+    await send_traced_request(core, "identity", id="r")
     await asyncio.to_thread(collector.wait_for, 3)
     assert collector.tree() == {"": ["InferRequest"], "InferRequest": ["identity"], "identity": ["compute"]}
     assert (collector.resource["service.name"], collector.resource["a"]) == ("mine", "b")
@@ -114,8 +114,8 @@ async def test_rate_0_traces_requests_with_a_sampled_parent(collector, start_cor
     core = await start_core(trace=config(collector, "rate=0"))
     assert core.tracing.enabled
     for headers in ({}, {"traceparent": "nonsense"}, {"traceparent": UNSAMPLED}):
-        assert not (await ask_traced(core, "identity", headers))[1]
-    _, traced = await ask_traced(core, "identity", {"traceparent": PARENT, "tracestate": "a=b"})
+        assert not (await send_traced_request(core, "identity", headers))[1]
+    _, traced = await send_traced_request(core, "identity", {"traceparent": PARENT, "tracestate": "a=b"})
     assert traced
     await asyncio.to_thread(collector.wait_for, 3)
     assert {span.trace_id for span in collector.spans} == {PARENT.split("-")[1]}
@@ -125,9 +125,9 @@ async def test_rate_0_traces_requests_with_a_sampled_parent(collector, start_cor
 async def test_a_parent_is_followed_when_the_count_is_used_up(collector, start_core, repository):
     repository.add("identity")
     core = await start_core(trace=config(collector, "rate=1", "count=1"))
-    traced = [(await ask_traced(core, "identity"))[1] for _ in range(2)]
+    traced = [(await send_traced_request(core, "identity"))[1] for _ in range(2)]
     assert traced == [True, False] and core.tracing.enabled
-    assert (await ask_traced(core, "identity", {"traceparent": PARENT}))[1]
+    assert (await send_traced_request(core, "identity", {"traceparent": PARENT}))[1]
 
 
 async def test_level_off_traces_nothing(collector, start_core, repository):
@@ -143,7 +143,7 @@ async def test_ensemble_and_model_calls_are_one_tree(collector, start_core, repo
     repository.add("second", caller, IDENTITY_TENSORS + mode)
     add_ensemble(repository)
     core = await start_core(trace=config(collector))
-    await ask_traced(core, "both", {"traceparent": PARENT})
+    await send_traced_request(core, "both", {"traceparent": PARENT})
     # Two models; one calls the other once with its trace and once without.
     await asyncio.to_thread(collector.wait_for, 8)
     assert {span.trace_id for span in collector.spans} == {PARENT.split("-")[1]}
@@ -160,19 +160,19 @@ async def test_ensemble_and_model_calls_are_one_tree(collector, start_core, repo
 async def test_trace_context_of_a_python_model(collector, start_core, repository, mode):
     repository.add("context", CONTEXT, CONTEXT_TENSORS + mode)
     core = await start_core(trace=config(collector, "rate=0"))
-    response, _ = await ask_traced(core, "context", {"traceparent": PARENT, "tracestate": "a=b"})
+    response, _ = await send_traced_request(core, "context", {"traceparent": PARENT, "tracestate": "a=b"})
     (text,) = response.output("OUT").strings()
     await asyncio.to_thread(collector.wait_for, 3)
     span = collector.span("context")
     assert json.loads(text) == {"traceparent": f"00-{span.trace_id}-{span.id}-01", "tracestate": "a=b"}
-    response, _ = await ask_traced(core, "context")
+    response, _ = await send_traced_request(core, "context")
     assert response.output("OUT").strings() == ["None"]
 
 
 async def test_errors_are_recorded(collector, start_core, repository, caplog):
     repository.add("broken", BROKEN)
     core = await start_core(trace=config(collector))
-    await ask_traced(core, "broken", id="r")
+    await send_traced_request(core, "broken", id="r")
     await asyncio.to_thread(collector.wait_for, 3)
     assert "ValueError: so" in collector.span("broken").error
     assert "ValueError: so" in collector.span("InferRequest").error
@@ -184,7 +184,7 @@ async def test_errors_are_recorded(collector, start_core, repository, caplog):
 async def test_the_last_spans_are_sent_when_the_server_stops(collector, start_core, repository):
     repository.add("identity")
     core = await start_core(trace=config(collector, "rate=1", "opentelemetry,bsp_schedule_delay=60000"))
-    await ask_traced(core, "identity")
+    await send_traced_request(core, "identity")
     assert not collector.spans
     await core.stop()
     assert len(collector.spans) == 3
@@ -195,7 +195,7 @@ async def test_requests_succeed_without_a_collector(start_core, repository, monk
     repository.add("identity")
     settings = ["mode=opentelemetry", "level=TIMESTAMPS", "rate=1", "opentelemetry,url=http://127.0.0.1:9"]
     core = await start_core(trace=TraceConfig.parse(settings))
-    response, _ = await ask_traced(core, "identity")
+    response, _ = await send_traced_request(core, "identity")
     assert response.error is None
     await asyncio.wait_for(core.stop(), 60)
 
@@ -203,7 +203,7 @@ async def test_requests_succeed_without_a_collector(start_core, repository, monk
 async def test_unsampled_requests_have_no_trace(collector, start_core, repository):
     repository.add("identity")
     core = await start_core(trace=config(collector, "rate=1000"))
-    stream = ask(core.model("identity"), IN=np.ones(1, np.float32))
+    stream = send_request(core.model("identity"), IN=np.ones(1, np.float32))
     assert stream.trace is None
     await collect(stream)
 

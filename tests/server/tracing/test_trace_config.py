@@ -99,7 +99,7 @@ def test_off_takes_precedence():
         ("file=x", "unknown setting, expected one of rate, level, count, mode"),
         ("opentelemetry,file=x", "unknown setting, expected one of url"),
         ("opentelemetry,resource=x", "expected <key>=<value>, got 'x'"),
-        ("opentelemetry,url=ftp://x", "is no HTTP URL"),
+        ("opentelemetry,url=ftp://x", "is not an HTTP URL"),
         ("opentelemetry,bsp_schedule_delay=0", "bsp_schedule_delay: expected a number from 1"),
         ("opentelemetry,bsp_max_queue_size=2", "at most bsp_max_queue_size"),
     ],

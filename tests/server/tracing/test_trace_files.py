@@ -59,8 +59,8 @@ def add_ensemble(repository):
     (folder / "config.pbtxt").write_text(ENSEMBLE)
 
 
-async def ask_traced(core, model: str, id: str = "") -> None:
-    """Send a request like a front end."""
+async def send_traced_request(core, model: str, id: str = "") -> None:
+    """Send a request like a frontend."""
     trace = core.tracing.sample(model)
     if trace is not None:
         trace.stamp("HTTP_RECV_START")
@@ -90,7 +90,7 @@ def start(start_core, repository, tmp_path):
 async def test_timestamps(start, repository):
     repository.add("identity", versions=("3",))
     core, path = await start()
-    await ask_traced(core, "identity", 'a "quoted" id')
+    await send_traced_request(core, "identity", 'a "quoted" id')
     await core.stop()
     (trace,) = read_traces(path)
     assert (trace.model, trace.version, trace.request_id, trace.parent_id) == (
@@ -140,7 +140,7 @@ async def test_steps_of_an_ensemble_are_children(start, repository):
     repository.add("second")
     add_ensemble(repository)
     core, path = await start()
-    await ask_traced(core, "both", "r")
+    await send_traced_request(core, "both", "r")
     await core.stop()
     traces = {trace.model: trace for trace in read_traces(path)}
     assert traces["both"].parent_id is None and "COMPUTE_START" not in traces["both"].timestamps
@@ -154,7 +154,7 @@ async def test_calls_of_a_model_are_children_if_it_passes_its_trace(start, repos
     repository.add("identity")
     repository.add("caller", CALLER)
     core, path = await start()
-    await ask_traced(core, "caller")
+    await send_traced_request(core, "caller")
     await core.stop()
     caller, called = read_traces(path)
     assert (caller.model, called.model, called.parent_id) == ("caller", "identity", caller.id)
@@ -166,8 +166,8 @@ async def test_a_cached_response(start_core, repository, tmp_path):
         response_cache_size=1 << 20,
         trace=TraceConfig.parse([f"triton,file={tmp_path}/t", "rate=1", "level=TIMESTAMPS"]),
     )
-    await ask_traced(core, "identity")
-    await ask_traced(core, "identity")
+    await send_traced_request(core, "identity")
+    await send_traced_request(core, "identity")
     await core.stop()
     miss, hit = read_traces(tmp_path / "t")
     assert {"CACHE_MISS_LOOKUP_START", "CACHE_MISS_LOOKUP_END", "COMPUTE_START"} <= miss.timestamps.keys()
@@ -186,7 +186,7 @@ async def test_numbered_files(start, repository):
     repository.add("identity")
     core, path = await start("level=TIMESTAMPS", "triton,log-frequency=2")
     for _ in range(5):
-        await ask_traced(core, "identity")
+        await send_traced_request(core, "identity")
     await core.stop()
     assert [len(read_traces(path.with_name(f"trace.json.{i}"))) for i in range(3)] == [2, 2, 1]
     assert not path.exists() and not path.with_name("trace.json.3").exists()
@@ -196,7 +196,7 @@ async def test_a_count_fills_one_numbered_file(start, repository):
     repository.add("identity")
     core, path = await start("level=TIMESTAMPS", "count=3")
     for _ in range(5):
-        await ask_traced(core, "identity")
+        await send_traced_request(core, "identity")
     numbered = path.with_name("trace.json.0")
     await until(lambda: numbered.exists() and numbered.read_text().endswith("]"))
     assert len(read_traces(numbered)) == 3
@@ -214,7 +214,7 @@ async def test_the_file_is_readable_while_the_server_runs(start, repository, mon
         return path.exists() and path.read_text().count("REQUEST_END") == count
 
     for count in (1, 2, 3):
-        await ask_traced(core, "identity")
+        await send_traced_request(core, "identity")
         await until(lambda count=count: has_traces(count))
         assert len(read_traces(path)) == count
 
@@ -223,11 +223,11 @@ async def test_a_settings_change_writes_all_traces(start, repository):
     repository.add("identity")
     repository.add_standard()
     core, path = await start("level=TIMESTAMPS", "triton,log-frequency=10")
-    await ask_traced(core, "identity")
-    slow = asyncio.create_task(ask_traced(core, "slow"))
+    await send_traced_request(core, "identity")
+    slow = asyncio.create_task(send_traced_request(core, "slow"))
     await until((repository.path / "slow" / "1" / "begun").exists)
     core.tracing.update({"trace_level": ["OFF"]})
-    await ask_traced(core, "identity")
+    await send_traced_request(core, "identity")
     (repository.path / "slow" / "1" / "go").touch()
     await slow
     await core.stop()
@@ -256,6 +256,6 @@ async def test_requests_succeed_without_a_writable_trace_file(start_core, reposi
     core = await start_core(
         trace=TraceConfig.parse([f"triton,file={tmp_path}/no/where", "rate=1", "level=TIMESTAMPS"])
     )
-    await ask_traced(core, "identity")
+    await send_traced_request(core, "identity")
     await core.stop()
     assert "failed to write the trace file" in caplog.text and "No such file" in caplog.text

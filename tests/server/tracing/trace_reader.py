@@ -23,7 +23,7 @@ class ReadTrace:
 def read_traces(path: Path) -> list[ReadTrace]:
     """Return the traces of a file by id.
 
-    A trace without a parent is included from the first timestamp of a front end on, a child trace if its parent is
+    A trace without a parent is included from the first timestamp of a frontend on, a child trace if its parent is
     included; earlier entries are dropped. trace_summary reads a file, sorted by id, in the same way.
     """
     found: dict[int, ReadTrace] = {}

@@ -118,7 +118,7 @@ class Child:
                     stream.request.cancel()
             case CheckReady(query):
                 self._instance.check_ready().add_done_callback(
-                    lambda answer: self._channel.send(Reply(query, answer.result()))
+                    lambda result: self._channel.send(Reply(query, result.result()))
                 )
             case Stop():
                 self._work.put(None)
@@ -168,7 +168,7 @@ class Child:
             data = self._channel.codec.pack_response(response)
         except Exception as error:  # e.g. out of shared memory
             failure = InternalError(f"the response cannot be passed to the server: {describe(error)}")
-            data = ResponseData((), {}, pack_error(failure), response.final, response.made)
+            data = ResponseData((), {}, pack_error(failure), response.final, response.created_ns)
         send = self._channel.send_later if self._finishing else self._channel.send
         send(Respond(stream.number, data, stream.timeline.input_end, stream.timeline.output_start))
 

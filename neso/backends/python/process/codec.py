@@ -175,7 +175,7 @@ class MessageCodec:
             _plain(response.parameters),
             None if error is None else pack_error(error),
             response.final,
-            response.made,
+            response.created_ns,
         )
 
     def unpack_response(self, data: ResponseData) -> InferenceResponse:
@@ -186,7 +186,7 @@ class MessageCodec:
             parameters=data.parameters,
             error=None if data.error is None else unpack_error(data.error),
             final=data.final,
-            made=data.made,
+            created_ns=data.created_ns,
         )
 
 

@@ -67,7 +67,7 @@ class ResponseData(NamedTuple):
     parameters: Parameters
     error: tuple[str, str] | None
     final: bool
-    made: int
+    created_ns: int
 
 
 # Server to child

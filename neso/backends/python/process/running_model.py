@@ -151,10 +151,10 @@ class RunningModel:
     async def check_ready(self) -> bool:
         """Return the result of the model's `is_ready`; False if the process ends meanwhile."""
         number = next(self._numbers)
-        answer = self._pending_queries[number] = self._loop.create_future()
+        result = self._pending_queries[number] = self._loop.create_future()
         self._process.send(CheckReady(number))
-        await asyncio.wait((answer, self.ended), return_when=asyncio.FIRST_COMPLETED)
-        return answer.done() and answer.result()
+        await asyncio.wait((result, self.ended), return_when=asyncio.FIRST_COMPLETED)
+        return result.done() and result.result()
 
     async def stop(self, timeout: float) -> bool:
         """Finalize the model and end the process. Returns False if it was killed after `timeout` seconds.
@@ -191,7 +191,7 @@ class RunningModel:
         unhealthy = f"Stub process '{self._name}' is not healthy:"
         await asyncio.wait((self._hello, self.ended), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not self._hello.done() and not self.ended.done():
-            raise InternalError(f"{unhealthy} it did not come up in {timeout:g} s")
+            raise InternalError(f"{unhealthy} it did not start within {timeout:g} s")
         await asyncio.wait((self._initialized, self.ended), return_when=asyncio.FIRST_COMPLETED)
         if not self._initialized.done():
             raise InternalError(
@@ -220,8 +220,8 @@ class RunningModel:
             case Started(error):
                 self._initialized.set_result(error)
             case Reply(query, value):
-                if (answer := self._pending_queries.pop(query, None)) is not None and not answer.done():
-                    answer.set_result(bool(value))
+                if (result := self._pending_queries.pop(query, None)) is not None and not result.done():
+                    result.set_result(bool(value))
             case Finalized():
                 self._process.kill_after(EXIT_TIMEOUT)
             case _:
@@ -273,10 +273,10 @@ class RunningModel:
 
     @staticmethod
     def _drop_cancelled(work: WorkItem) -> list[ResponseStream]:
-        wanted = []
+        active = []
         for stream in cast("list[ResponseStream]", work.streams):
             if stream.request.cancelled:
                 stream.fail(Cancelled(NEVER_EXECUTED))  # no effect if it has already failed
             else:
-                wanted.append(stream)
-        return wanted
+                active.append(stream)
+        return active

@@ -24,7 +24,7 @@ from neso.server.inference_response import InferenceResponse
 from neso.server.metrics.custom import CustomFamily, CustomMetric
 from neso.server.tracing import ModelTrace
 
-Kept = TypeVar("Kept")
+Object = TypeVar("Object")
 
 
 class ServerRequestHandler:
@@ -48,10 +48,10 @@ class ServerRequestHandler:
             "load_model": self._server.core.load_model,
             "unload_model": self._server.core.unload_model,
             "model_ready": self._server.core.check_model_ready,
-            "metric_family": lambda *arguments: self._keep(
+            "metric_family": lambda *arguments: self._store(
                 self._families, self._server.metric_family(*arguments)
             ),
-            "metric": lambda family, *arguments: self._keep(
+            "metric": lambda family, *arguments: self._store(
                 self._metrics, self._families[family].metric(*arguments)
             ),
             **{
@@ -124,8 +124,8 @@ class ServerRequestHandler:
             reply = Reply(query, error=pack_error(InternalError(f"{type(error).__name__}: {error}")))
         self._process.send(reply)
 
-    def _keep(self, objects: dict[int, Kept], kept: Kept) -> int:
+    def _store(self, objects: dict[int, Object], object_: Object) -> int:
         """Store an object and return its handle."""
         handle = next(self._handles)
-        objects[handle] = kept
+        objects[handle] = object_
         return handle

@@ -51,7 +51,7 @@ def find_interpreter(environment: str, model_directory: Path) -> Interpreter:
         program = folder / "bin" / name
         if os.access(program, os.X_OK):
             return Interpreter(str(program), _activated(folder))
-    raise InvalidArgument(f"EXECUTION_ENV_PATH '{path}' holds no environment: there is no bin/python in it")
+    raise InvalidArgument(f"EXECUTION_ENV_PATH '{path}' contains no environment: bin/python is missing")
 
 
 def _activated(folder: Path) -> dict[str, str]:
@@ -151,7 +151,7 @@ def complete_in_process(
         result = _receive_completed(spawned)
     except TimeoutError:
         raise InternalError(
-            f"the process for auto_complete_config of model '{config['name']}' did not come up in "
+            f"the process for auto_complete_config of model '{config['name']}' did not start within "
             f"{settings.stub_timeout:g} s"
         ) from None
     except OSError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from neso.engine.specs.config_fields import (
     check_quantization,
     read_activation,
@@ -38,24 +40,44 @@ TENSOR_NAMES: dict[Role, TensorLocation] = {
 
 
 def llama(config: ConfigReader) -> DecoderSpec:
-    check_quantization(config)
-    heads = read_heads(config)
-    rotary, max_position = read_rotary(config, heads.head_dim, default_length=2048)
-    num_layers = config.integer("num_hidden_layers")
     attention_bias = config.boolean("attention_bias", False)
-    return DecoderSpec(
+    return read_llama(
+        config,
+        default_length=2048,
         family="llama",
-        **read_sizes(config, heads),
-        max_position=max_position,
-        norm="rms",
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        activation=read_activation(config),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=config.boolean("mlp_bias", False),
-        tied_embeddings=config.boolean("tie_word_embeddings", False),
-        rotaries=(rotary,) * num_layers,
-        attention_scale=heads.head_dim**-0.5,
-        sliding_windows=(None,) * num_layers,
-        tensor_names=TENSOR_NAMES,
     )
+
+
+def read_llama(
+    config: ConfigReader,
+    *,
+    default_length: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    **fields: Any,
+) -> DecoderSpec:
+    """Read the spec of a model with Llama's layers.
+
+    - default_length, kv_heads, head_dim: the family's defaults of fields of `config.json`
+    - fields: fields of the spec in which the family differs from Llama without biases
+    """
+    check_quantization(config)
+    heads = read_heads(config, kv_heads, head_dim)
+    rotary, max_position = read_rotary(config, heads.head_dim, default_length=default_length)
+    num_layers = config.integer("num_hidden_layers")
+    shared: dict[str, Any] = {
+        **read_sizes(config, heads),
+        "max_position": max_position,
+        "norm": "rms",
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "activation": read_activation(config),
+        "tied_embeddings": config.boolean("tie_word_embeddings", False),
+        "rotaries": (rotary,) * num_layers,
+        "attention_scale": heads.head_dim**-0.5,
+        "sliding_windows": (None,) * num_layers,
+        "tensor_names": TENSOR_NAMES,
+    }
+    return DecoderSpec(**{**shared, **fields})

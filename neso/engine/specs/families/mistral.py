@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from neso.engine.specs.config_fields import (
-    check_quantization,
-    read_activation,
-    read_heads,
-    read_rotary,
-    read_sizes,
-)
 from neso.engine.specs.config_reader import ConfigReader, UnsupportedModel
 from neso.engine.specs.decoder_spec import DecoderSpec, ExpertsSpec, Role, TensorLocation
 from neso.engine.specs.families import llama
@@ -28,22 +21,13 @@ MIXTRAL_NAMES: dict[Role, TensorLocation] = {
 
 
 def mistral(config: ConfigReader) -> DecoderSpec:
-    check_quantization(config)
-    heads = read_heads(config, kv_heads=8)
-    rotary, max_position = read_rotary(config, heads.head_dim, default_length=131072)
     num_layers = config.integer("num_hidden_layers")
-    return DecoderSpec(
+    return llama.read_llama(
+        config,
+        default_length=131072,
+        kv_heads=8,
         family="mistral",
-        **read_sizes(config, heads),
-        max_position=max_position,
-        norm="rms",
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        activation=read_activation(config),
-        tied_embeddings=config.boolean("tie_word_embeddings", False),
-        rotaries=(rotary,) * num_layers,
-        attention_scale=heads.head_dim**-0.5,
         sliding_windows=(_read_window(config, num_layers),) * num_layers,
-        tensor_names=llama.TENSOR_NAMES,
     )
 
 

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from neso.engine.specs.config_fields import (
-    check_quantization,
-    read_activation,
-    read_heads,
-    read_qwen_windows,
-    read_rotary,
-    read_sizes,
-)
+from neso.engine.specs.config_fields import read_qwen_windows
 from neso.engine.specs.config_reader import ConfigReader
 from neso.engine.specs.decoder_spec import DecoderSpec, ExpertsSpec, Role, TensorLocation
 from neso.engine.specs.families import llama
@@ -37,23 +30,12 @@ EXPERT_NAMES: dict[Role, TensorLocation] = {
 
 def qwen2(config: ConfigReader) -> DecoderSpec:
     """Llama with biases on queries, keys and values, and windows on the upper layers."""
-    check_quantization(config)
-    heads = read_heads(config)
-    rotary, max_position = read_rotary(config, heads.head_dim, default_length=32768)
-    num_layers = config.integer("num_hidden_layers")
-    return DecoderSpec(
+    return llama.read_llama(
+        config,
+        default_length=32768,
         family="qwen2",
-        **read_sizes(config, heads),
-        max_position=max_position,
-        norm="rms",
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        activation=read_activation(config),
         qkv_bias=True,
-        tied_embeddings=config.boolean("tie_word_embeddings", False),
-        rotaries=(rotary,) * num_layers,
-        attention_scale=heads.head_dim**-0.5,
-        sliding_windows=read_qwen_windows(config, num_layers),
-        tensor_names=llama.TENSOR_NAMES,
+        sliding_windows=read_qwen_windows(config, config.integer("num_hidden_layers")),
     )
 
 
@@ -71,25 +53,16 @@ def qwen2_moe(config: ConfigReader) -> DecoderSpec:
 
 def qwen3(config: ConfigReader) -> DecoderSpec:
     """Qwen 2 with norms on queries and keys instead of biases; head_dim is 128 by default."""
-    check_quantization(config)
-    heads = read_heads(config, head_dim=128)
-    rotary, max_position = read_rotary(config, heads.head_dim, default_length=32768)
-    num_layers = config.integer("num_hidden_layers")
     attention_bias = config.boolean("attention_bias", False)
-    return DecoderSpec(
+    return llama.read_llama(
+        config,
+        default_length=32768,
+        head_dim=128,
         family="qwen3",
-        **read_sizes(config, heads),
-        max_position=max_position,
-        norm="rms",
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        activation=read_activation(config),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         qk_norm="head",
-        tied_embeddings=config.boolean("tie_word_embeddings", False),
-        rotaries=(rotary,) * num_layers,
-        attention_scale=heads.head_dim**-0.5,
-        sliding_windows=read_qwen_windows(config, num_layers),
+        sliding_windows=read_qwen_windows(config, config.integer("num_hidden_layers")),
         tensor_names=QWEN3_NAMES,
     )
 

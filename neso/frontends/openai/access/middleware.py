@@ -190,7 +190,7 @@ def _log_request(scope: Scope, status: int, seconds: float, request_id: str) -> 
     key = request_key(scope)
     logger.debug(
         "%s %s: %s in %.3f s%s, request %s",
-        *(scope["method"], scope["path"], status or "no answer", seconds),
+        *(scope["method"], scope["path"], status or "no response", seconds),
         *("" if key is None else f", key '{key.name}'", request_id),
         extra={"request_id": request_id},
     )

@@ -67,10 +67,10 @@ class ImageFetcher:
         for _ in range(MAX_REDIRECTS + 1):
             if self._allowed_host(url) != self._allowed_host(first):
                 raise _error(f"{_redacted(first)} leads to another host")
-            answer = await http.get(url, MAX_BYTES)
-            if isinstance(answer, bytes):
-                return answer
-            url = answer.url
+            fetched = await http.get(url, MAX_BYTES)
+            if isinstance(fetched, bytes):
+                return fetched
+            url = fetched.url
         raise _error(f"{_redacted(first)} is behind more than {MAX_REDIRECTS} redirects")
 
     def _allowed_host(self, url: str) -> str:

@@ -45,7 +45,7 @@ def chat_prompt(
             variables.setdefault("enable_thinking", False)
     for name in _RESERVED_VARIABLES:
         if name in variables:
-            raise invalid("chat_template_kwargs", f"'chat_template_kwargs' must not hold '{name}'.")
+            raise invalid("chat_template_kwargs", f"'chat_template_kwargs' must not contain '{name}'.")
     if request.continue_final_message:
         variables["continue_final_message"] = True
     add_generation_prompt = request.add_generation_prompt

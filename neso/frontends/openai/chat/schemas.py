@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import NotRequired, TypedDict
 
-from neso.frontends.openai.schemas import GenerationFields, Integer, StopReason, UsageInfo, open_object
+from neso.frontends.openai.schemas import (
+    FailFastList,
+    GenerationFields,
+    Integer,
+    StopReason,
+    UsageInfo,
+    open_object,
+)
 
 
 class ChatMessage(BaseModel):
@@ -16,11 +23,13 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = Field(
+    content: str | FailFastList[dict[str, Any]] | None = Field(
         None, description="Text, or parts of type `text` or `image_url`."
     )
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = Field(None, description="As in the response that made them.")
+    tool_calls: FailFastList[dict[str, Any]] | None = Field(
+        None, description="As in the response that made them."
+    )
     tool_call_id: str | None = None
 
 
@@ -49,13 +58,13 @@ class Tool(BaseModel):
 class ChatCompletionRequest(GenerationFields):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: FailFastList[ChatMessage] = Field(min_length=1)
     max_completion_tokens: Annotated[Integer, Field(ge=0)] | None = Field(
         None, description="Takes precedence over `max_tokens`."
     )
     logprobs: bool | None = None
     top_logprobs: Annotated[Integer, Field(ge=-1)] | None = None
-    tools: list[Tool] | None = None
+    tools: FailFastList[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="False keeps only the first call.")
     reasoning_effort: str | None = Field(None, description="Passed to the chat template.")

@@ -91,7 +91,7 @@ def chat_request(request: ResponseRequest, context: Sequence[Item]) -> ChatCompl
             *context,
         ]
     if not context:
-        raise invalid("input", "'input' must hold an item.")
+        raise invalid("input", "'input' must contain at least one item.")
     fields = {
         **extras,
         "model": request.model,

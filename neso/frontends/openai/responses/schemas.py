@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_val
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from neso.frontends.openai.schemas import Integer, PromptTokensDetails, open_object
+from neso.frontends.openai.schemas import FailFastList, Integer, PromptTokensDetails, open_object
 
 
 class _Item(BaseModel):
@@ -74,7 +74,7 @@ class MessageItem(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ContentPart]
+    content: str | FailFastList[ContentPart]
 
 
 class FunctionCallItem(_Item):
@@ -91,7 +91,7 @@ class FunctionCallOutputItem(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[OutputPart]
+    output: str | FailFastList[OutputPart]
 
 
 class ReasoningText(_Item):
@@ -105,8 +105,8 @@ class ReasoningItem(_Item):
     """Reasoning of the model before the next item."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningText] | None = None
-    content: list[ReasoningText] | None = None
+    summary: FailFastList[ReasoningText] | None = None
+    content: FailFastList[ReasoningText] | None = None
 
 
 InputItem = Annotated[
@@ -172,7 +172,7 @@ class AllowedTools(BaseModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction] = Field(min_length=1)
+    tools: FailFastList[NamedFunction] = Field(min_length=1)
 
 
 class TextFormat(BaseModel):
@@ -222,7 +222,9 @@ class ResponseRequest(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str
-    input: str | list[InputItem] = Field(description="A user message, or the items of a conversation.")
+    input: str | FailFastList[InputItem] = Field(
+        description="A user message, or the items of a conversation."
+    )
     instructions: str | None = Field(None, description="System message of this response only.")
     previous_response_id: str | None = Field(None, description="The response to continue.")
     store: bool | None = Field(None, description="Store the response for later requests; default: true.")
@@ -236,10 +238,10 @@ class ResponseRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
-    include: list[Includable] | None = None
+    include: FailFastList[Includable] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: FailFastList[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
     parallel_tool_calls: bool | None = Field(None, description="False keeps only the first call.")
     truncation: Literal["auto", "disabled"] | None = Field(

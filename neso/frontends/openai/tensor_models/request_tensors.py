@@ -112,16 +112,16 @@ def requested_outputs(signature: Signature, inputs: dict[str, Tensor]) -> tuple[
 
     Outputs with an input `return_…` are requested only if that input is true.
     """
-    wanted = [TEXT_OUTPUT]
+    names = [TEXT_OUTPUT]
     for name in (*RETURNED, "logprobs"):
         flag = inputs.get(f"return_{name}")
         if name in signature.outputs and flag is not None and flag.array.all():
-            wanted.append(name)
+            names.append(name)
     if RETURN_LOGPROBS in inputs:
-        wanted.append(LOGPROBS)
-    if "finish_reason" in signature.outputs and "finish_reason" not in wanted:
-        wanted.append("finish_reason")
-    return tuple(wanted)
+        names.append(LOGPROBS)
+    if "finish_reason" in signature.outputs and "finish_reason" not in names:
+        names.append("finish_reason")
+    return tuple(names)
 
 
 def _request_logprobs(inputs: InputTensors, signature: Signature, top: int) -> None:

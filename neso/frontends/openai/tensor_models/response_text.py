@@ -182,7 +182,7 @@ def _text(tensor: Tensor | None) -> bytes:
         return b""
     first = tensor.array.reshape(-1)[0]
     if not isinstance(first, bytes):
-        raise InternalError(f"the model's output '{tensor.name}' holds no strings")
+        raise InternalError(f"the model's output '{tensor.name}' has no strings")
     return first
 
 

@@ -114,10 +114,13 @@ class _Exchange:
         body, more = message.get("body", b""), message.get("more_body", False)
         if self._stream is None and not more and self._request.method != "HEAD":
             self._complete.set()
-            self._request.connection.send(self._request, self._complete_response(body))
+            headers, _ = self._headers()
+            response = Response(body, self._start["status"], None, headers)
+            self._request.connection.send(self._request, response)
             return
         if self._stream is None:
-            self._stream = self._streaming_response()
+            headers, length = self._headers()
+            self._stream = StreamingResponse(self._request, self._start["status"], None, headers, length)
         self._stream.write(bytes(body))
         if more:
             await self._stream.drain()
@@ -131,25 +134,18 @@ class _Exchange:
             raise RuntimeError("the application ended without ending its response")
         return None
 
-    def _headers(self) -> list[tuple[str, str]]:
+    def _headers(self) -> tuple[list[tuple[str, str]], int | None]:
+        """Return the application's headers except Content-Length, and the value of Content-Length."""
         assert self._start is not None
-        return [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in self._start.get("headers", ())
-            if name.lower() not in _HOP_HEADERS
-        ]
-
-    def _complete_response(self, body: bytes) -> Response:
-        assert self._start is not None
-        headers = [pair for pair in self._headers() if pair[0].lower() != "content-length"]
-        return Response(body, self._start["status"], None, headers)
-
-    def _streaming_response(self) -> StreamingResponse:
-        assert self._start is not None
-        headers = self._headers()
-        length = next((int(value) for name, value in headers if name.lower() == "content-length"), None)
-        rest = [pair for pair in headers if pair[0].lower() != "content-length"]
-        return StreamingResponse(self._request, self._start["status"], None, rest, length)
+        headers: list[tuple[str, str]] = []
+        length: int | None = None
+        for name, value in self._start.get("headers", ()):
+            lower = name.lower()
+            if lower == b"content-length":
+                length = int(value)
+            elif lower not in _HOP_HEADERS:
+                headers.append((name.decode("latin-1"), value.decode("latin-1")))
+        return headers, length
 
 
 class _Lifespan:

@@ -75,7 +75,7 @@ class Request:
         return None if value is None else value.decode("latin-1")
 
     def header_items(self) -> Iterator[tuple[str, str]]:
-        """Return name and value of every header."""
+        """Yield name and value of every header."""
         for name, value in self.headers.items():
             yield name.decode("latin-1"), value.decode("latin-1")
 

@@ -1,13 +1,14 @@
 """Triton Python model: text to the inputs of tensorrt_llm (token ids, word lists, logit biases)."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from neso import load_tokenizer
+from neso.engine.weights.hub import TOKENIZER_FILES, ModelNotFound, resolve_model
 from neso.generation import cut_text
+from neso.generation.sampling_params import MAX_WORD_LENGTH
 
 # Texts beyond this multiple of the model's positions are rejected before they are tokenized as a whole. The exact limit
 # is checked by tensorrt_llm, which can have a larger context than its checkpoint.
@@ -96,7 +97,7 @@ class TritonPythonModel:
         """
         if name not in inputs:
             return np.zeros((batch_size, 2, 0), np.int32)
-        words = [[decode_text(name, word) for word in row.flat if word] for row in inputs[name]]
+        words = [[decode_word(name, word) for word in row.flat if word] for row in inputs[name]]
         variants = [self.tokenize_variants(row) for row in words]
         ids = [[token for word in row for token in word] for row in variants]
         ends = [np.cumsum([len(word) for word in row], dtype=int) for row in variants]
@@ -115,13 +116,13 @@ class TritonPythonModel:
             return np.zeros((batch_size, 0), np.float32)
         if words is None or weights is None or words.size != weights.size:
             raise ValueError(
-                "embedding_bias_words and embedding_bias_weights must come together, one for one"
+                "embedding_bias_words and embedding_bias_weights must have the same number of elements"
             )
         biases = np.zeros((batch_size, self.vocab_size), np.float32)
         rows = zip(biases, words.reshape(batch_size, -1), weights.reshape(batch_size, -1), strict=True)
         for bias, row_words, row_weights in rows:
             for word, weight in zip(row_words, row_weights, strict=True):
-                text = decode_text("EMBEDDING_BIAS_WORDS", word)
+                text = decode_word("EMBEDDING_BIAS_WORDS", word)
                 np.add.at(bias, self.tokenizer.encode(text, add_special_tokens=False), weight)
         return biases
 
@@ -138,6 +139,13 @@ def decode_text(name, data):
         raise ValueError(f"{name}: is not UTF-8") from None
 
 
+def decode_word(name, data):
+    text = decode_text(name, data)
+    if len(text) > MAX_WORD_LENGTH:
+        raise ValueError(f"{name}: each must be at most {MAX_WORD_LENGTH} long, got one of {len(text)}")
+    return text
+
+
 def pad(rows, value, length=None):
     """Return int32[len(rows), length], padded on the right; `length` defaults to the longest row."""
     length = max(map(len, rows)) if length is None else length
@@ -149,5 +157,8 @@ def pad(rows, value, length=None):
 
 def read_model_config(model_path):
     """Read the checkpoint's config.json; empty if there is none. Its vocabulary can exceed the tokenizer's."""
-    path = Path(model_path) / "config.json"
+    try:
+        path = resolve_model(model_path, patterns=TOKENIZER_FILES) / "config.json"
+    except ModelNotFound:
+        return {}
     return json.loads(path.read_text()) if path.is_file() else {}

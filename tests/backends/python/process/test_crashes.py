@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from core_requests import ask, ask_slow, collect
+from core_requests import collect, send_request, send_slow_request
 from eventually import until
 from repository_builder import IDENTITY_TENSORS, RepositoryBuilder
 
@@ -78,16 +78,16 @@ async def start(tmp_path: Path):
 
 
 def send(core: Core, value: float, size: int = 1):
-    return ask(core.model("fragile"), IN=np.full(size, value, np.float32))
+    return send_request(core.model("fragile"), IN=np.full(size, value, np.float32))
 
 
-async def answer(stream):
+async def only_response(stream):
     (response,) = await asyncio.wait_for(collect(stream), 60)
     return response
 
 
 async def pid_of(core: Core) -> int:
-    response = await answer(send(core, 1))
+    response = await only_response(send(core, 1))
     assert response.error is None, response.error
     return int(response.output("OUT").array[0])
 
@@ -111,11 +111,11 @@ async def test_crash_fails_the_request_and_restarts_the_instance(start, value):
     core, _ = await start()
     model, before = core.model("fragile"), await pid_of(core)
     dying, waiting = send(core, value), send(core, 2)
-    error = (await answer(dying)).error
+    error = (await only_response(dying)).error
     assert error.code is ErrorCode.UNAVAILABLE
     assert "Stub process 'fragile_0_0' is not healthy" in error.message and DEATHS[value] in error.message
     assert not model.ready() and not await core.check_model_ready("fragile") and not core.ready()
-    response = await answer(waiting)  # the request queued after it
+    response = await only_response(waiting)  # the request queued after it
     assert response.error is None and int(response.output("OUT").array[0]) != before
     assert model.ready() and core.ready()
     assert not psutil.pid_exists(before) and model.in_flight_count == 0
@@ -129,7 +129,7 @@ async def test_unstarted_work_is_requeued_after_a_crash(start):
     assert not streams[1].timeline.compute_start, "the first is still being executed"
     streams[3].cancel()
     (folder / "go").touch()
-    outcomes = [await answer(stream) for stream in streams]
+    outcomes = [await only_response(stream) for stream in streams]
     codes = [outcome.error and outcome.error.code for outcome in outcomes]
     assert codes == [None, ErrorCode.UNAVAILABLE, None, ErrorCode.CANCELLED, None, None, None]
     assert core.model("fragile").statistics.queue.ns > 0.2e9
@@ -138,22 +138,22 @@ async def test_unstarted_work_is_requeued_after_a_crash(start):
 async def test_crash_does_not_affect_other_instances(start):
     core, folder = await start("instance_group { count: 2 }")
     streams = [send(core, -4), send(core, -2), *(send(core, 1) for _ in range(20))]
-    assert (await answer(streams[1])).error is not None
+    assert (await only_response(streams[1])).error is not None
     assert core.model("fragile").ready()
     (folder / "go").touch()
     for stream in streams[:1] + streams[2:]:
-        assert (await answer(stream)).error is None
+        assert (await only_response(stream)).error is None
 
 
 async def test_crash_fails_the_whole_batch_and_batching_continues(start):
     core, _ = await start("max_batch_size: 8 dynamic_batching { }")
     model = core.model("fragile")
     row = [np.full((1, 1), value, np.float32) for value in (1, -2, 1, 1)]
-    batch = [ask(model, IN=row[0]), ask(model, IN=row[1])]
+    batch = [send_request(model, IN=row[0]), send_request(model, IN=row[1])]
     for stream in batch:
-        assert (await answer(stream)).error.code is ErrorCode.UNAVAILABLE
-    for stream in [ask(model, IN=row[2]), ask(model, IN=row[3])]:
-        assert (await answer(stream)).error is None
+        assert (await only_response(stream)).error.code is ErrorCode.UNAVAILABLE
+    for stream in [send_request(model, IN=row[2]), send_request(model, IN=row[3])]:
+        assert (await only_response(stream)).error is None
 
 
 async def test_idle_process_that_dies_is_restarted(start):
@@ -170,12 +170,12 @@ async def test_restart_delay_backs_off_exponentially(start, monkeypatch):
     core, _ = await start()
     started = time.monotonic()
     for stream in [send(core, -2) for _ in range(3)]:
-        assert (await answer(stream)).error is not None
+        assert (await only_response(stream)).error is not None
     assert await pid_of(core)
     assert time.monotonic() - started > 0.2 + 0.4
     (instance,) = core.model("fragile")._backend._instances._instances
     assert instance._restarts.delay == 0, "a finished execution resets the failure count"
-    assert (await answer(send(core, -2))).error is not None and await pid_of(core)
+    assert (await only_response(send(core, -2))).error is not None and await pid_of(core)
 
 
 async def test_sequence_continues_after_a_crash(start):
@@ -189,11 +189,11 @@ async def test_sequence_continues_after_a_crash(start):
         inputs = {"IN": Tensor.from_numpy("IN", np.full((1, 1), value, np.float32))}
         return model.submit(InferenceRequest("fragile", inputs, sequence_id=7, **flags))
 
-    before = (await answer(step(1, sequence_start=True))).output("OUT").array.item()
+    before = (await only_response(step(1, sequence_start=True))).output("OUT").array.item()
     dying, waiting = step(-2), step(1)
-    assert (await answer(dying)).error.code is ErrorCode.UNAVAILABLE
-    assert (await answer(waiting)).output("OUT").array.item() != before
-    assert (await answer(step(1, sequence_end=True))).error is None
+    assert (await only_response(dying)).error.code is ErrorCode.UNAVAILABLE
+    assert (await only_response(waiting)).output("OUT").array.item() != before
+    assert (await only_response(step(1, sequence_end=True))).error is None
 
 
 async def test_instance_stays_down_after_repeated_failed_starts(start, monkeypatch):
@@ -201,12 +201,12 @@ async def test_instance_stays_down_after_repeated_failed_starts(start, monkeypat
     core, folder = await start()
     (folder / "broken").touch()
     dying, waiting = send(core, -2), send(core, 1)
-    assert "exit status 3" in (await answer(dying)).error.message
+    assert "exit status 3" in (await only_response(dying)).error.message
     started = time.monotonic()
-    error = (await answer(waiting)).error
+    error = (await only_response(waiting)).error
     assert error.code is ErrorCode.UNAVAILABLE and "exit status 5" in error.message
     assert time.monotonic() - started > 0.01 * (1 + 2 + 4)
-    assert "exit status 5" in (await answer(send(core, 1))).error.message
+    assert "exit status 5" in (await only_response(send(core, 1))).error.message
     assert not core.model("fragile").ready()
     await core._lifecycle.unload("fragile", 1)
 
@@ -231,7 +231,7 @@ async def test_no_resources_are_leaked(start):
     await pid_of(core)
     for _ in range(3):
         streams = [send(core, value, size=3_000_000) for value in (1, -3, 1, 1)]
-        outcomes = [await answer(stream) for stream in streams]
+        outcomes = [await only_response(stream) for stream in streams]
         assert sum(outcome.error is not None for outcome in outcomes) == 1
         del streams, outcomes
         await pid_of(core)
@@ -255,11 +255,11 @@ async def test_unload_kills_a_process_that_does_not_return(start, monkeypatch):
     stream = send(core, -4)
     await until((folder / "begun").exists)
     await asyncio.wait_for(core._lifecycle.unload("fragile", 0.1), 60)
-    assert (await answer(stream)).error is not None
+    assert (await only_response(stream)).error is not None
 
 
 async def test_request_after_a_crash_succeeds(start):
     core, _ = await start()
     for value in (-2, -1, -2):
-        assert (await answer(send(core, value))).error is not None
-        assert (await answer(ask_slow(core.model("fragile")))).error is None
+        assert (await only_response(send(core, value))).error is not None
+        assert (await only_response(send_slow_request(core.model("fragile")))).error is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_requests import ask, collect
+from core_requests import collect, send_request
 from eventually import until
 from repository_builder import IDENTITY_TENSORS, RepositoryBuilder
 
@@ -61,7 +61,7 @@ def maps(pid: int) -> str:
 
 
 async def outcome(core: Core, *values: float) -> list[float] | str:
-    stream = ask(core.model("model"), IN=np.array(values or (1,), np.float32))
+    stream = send_request(core.model("model"), IN=np.array(values or (1,), np.float32))
     (response,) = await asyncio.wait_for(collect(stream), 60)
     return response.error.message if response.error is not None else response.outputs[0].array.tolist()
 
@@ -102,7 +102,7 @@ async def test_process_start_times_out(start, tmp_path, auto_complete):
     core = await start(
         "    def execute(self, requests): pass\n", environment, auto_complete, stub_timeout_seconds="1"
     )
-    assert "did not come up in 1 s" in reason(core)
+    assert "did not start within 1 s" in reason(core)
 
 
 async def test_a_crash_in_auto_complete_fails_the_load(start):
@@ -183,7 +183,7 @@ async def test_parameters_of_numpy_types_reach_the_client(start):
         out = pb_utils.Tensor("OUT", np.ones(1, np.float32))
         return [pb_utils.InferenceResponse([out], parameters={"a": np.float64(2.5), "b": True, "c": "x"})]
 """)
-    (response,) = await collect(ask(core.model("model"), IN=np.ones(1, np.float32)))
+    (response,) = await collect(send_request(core.model("model"), IN=np.ones(1, np.float32)))
     assert response.parameters == {"a": 2.5, "b": True, "c": "x"}
 
 

@@ -189,12 +189,12 @@ def test_requests_and_responses_round_trip():
     assert got.inputs["T"].array[-1] == SIZE - 1
     parameters = {"n": np.float64(2), "i": 3}
     response = InferenceResponse(
-        "m", "1", outputs=[floats(2)], parameters=parameters, error=Cancelled("no"), made=5
+        "m", "1", outputs=[floats(2)], parameters=parameters, error=Cancelled("no"), created_ns=5
     )
     packed = pair.left.pack_response(response)
     assert type(packed.parameters["n"]) is float
     again = pair.right.unpack_response(packed)
-    assert (again.error.message, again.error.code, again.made, again.final) == (
+    assert (again.error.message, again.error.code, again.created_ns, again.final) == (
         "no",
         Cancelled.code,
         5,

@@ -1,16 +1,15 @@
-"""Fixtures: a core with the test models, and a gRPC front end on a free port."""
+"""Fixtures: a core with the test models, and a gRPC frontend on a free port."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 import pytest
 import tritonclient.grpc.aio
-import uvloop
-from kserve_grpc_backends import BACKENDS, CONFIGS, Repeat, Wait
+from kserve_backends import Wait
+from kserve_grpc_backends import BACKENDS, CONFIGS, Repeat
 from tritonclient.grpc import service_pb2_grpc
 
 from neso.frontends.frontend_options import GrpcOptions
@@ -18,11 +17,6 @@ from neso.frontends.kserve.grpc_frontend import KServeGrpc
 from neso.server import backend
 from neso.server.core import Core
 from neso.server.options import ModelControlMode, ServerOptions
-
-
-def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
-    """The server's event loop."""
-    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

@@ -6,24 +6,19 @@ import asyncio
 from typing import ClassVar
 
 import numpy as np
+from kserve_backends import TENSORS_OF_ALL_TYPES, LoadedBackend, identity_outputs
 
-from neso.server.backend import Backend
 from neso.server.errors import Cancelled, InternalError
-from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.tensor import DataType, Tensor
+from neso.server.inference_response import ResponseStream
+from neso.server.tensor import Tensor
 
 BACKENDS = {
     "test_identity": f"{__name__}:Identity",
     "test_repeat": f"{__name__}:Repeat",
-    "test_wait": f"{__name__}:Wait",
+    "test_wait": "kserve_backends:Wait",
 }
 CONFIGS = {
-    "identity": 'backend: "test_identity"\n'
-    + "".join(
-        f'input {{ name: "IN_{t.value}" data_type: {t.config_name} dims: [-1] optional: true }}\n'
-        f'output {{ name: "OUT_{t.value}" data_type: {t.config_name} dims: [-1] }}\n'
-        for t in DataType
-    ),
+    "identity": f'backend: "test_identity"\n{TENSORS_OF_ALL_TYPES}',
     "repeat": """
         backend: "test_repeat"
         model_transaction_policy { decoupled: true }
@@ -39,22 +34,6 @@ CONFIGS = {
 }
 
 
-class LoadedBackend(Backend):
-    """Base class without loading."""
-
-    async def load(self) -> None:
-        pass
-
-    async def unload(self) -> None:
-        pass
-
-    def response(self, *outputs: Tensor, **parameters: bool | int | float | str) -> InferenceResponse:
-        context = self.context
-        return InferenceResponse(
-            context.name, context.version, outputs=list(outputs), parameters=dict(parameters)
-        )
-
-
 class Identity(LoadedBackend):
     """Returns inputs and parameters. The parameters `raise`, `fail` and `twice` cause errors."""
 
@@ -65,10 +44,7 @@ class Identity(LoadedBackend):
         if "fail" in parameters:
             request.fail(InternalError(str(parameters["fail"])))
             return
-        outputs = [
-            Tensor("OUT" + name.removeprefix("IN"), tensor.datatype, tensor.array)
-            for name, tensor in request.request.inputs.items()
-        ]
+        outputs = identity_outputs(request)
         request.send(self.response(*outputs, **parameters))
         if "twice" in parameters:
             request.send(self.response(*outputs))
@@ -106,18 +82,3 @@ class Repeat(LoadedBackend):
             response = self.response(Tensor.from_numpy("INDEX", np.array([i], np.int32)))
             request.send(response, final="flag_last" in parameters and i == count - 1)
         request.finish()
-
-
-class Wait(LoadedBackend):
-    """Never responds; ends cancelled requests."""
-
-    waiting: ClassVar[list[ResponseStream]] = []
-    cancelled: ClassVar[list[str]] = []
-
-    def submit(self, request: ResponseStream) -> None:
-        self.waiting.append(request)
-        request.request.on_cancel(lambda: self._cancel(request))
-
-    def _cancel(self, request: ResponseStream) -> None:
-        self.cancelled.append(request.request.id)
-        request.fail(Cancelled("cancelled"))

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from eventually import until
-from kserve_grpc_backends import Wait
+from kserve_backends import Wait
 from kserve_grpc_requests import one_input, waiting_request
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput, service_pb2
 from tritonclient.utils import InferenceServerException

@@ -56,9 +56,9 @@ async def test_model_config(client):
 
 
 async def test_unknown_model_is_not_found(client):
-    for ask in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
+    for send_request in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
         with pytest.raises(InferenceServerException, match="'nobody' is not found") as caught:
-            await ask("nobody")
+            await send_request("nobody")
         assert caught.value.status() == "StatusCode.NOT_FOUND"
 
 

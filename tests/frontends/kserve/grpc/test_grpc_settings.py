@@ -119,7 +119,7 @@ async def test_invalid_log_settings(stub, name, choice, value, status, message):
 
 
 async def test_tritonclient(traced, server):
-    def talk() -> None:
+    def exchange() -> None:
         with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
             settings = client.get_trace_settings("wait", as_json=True)["settings"]
             assert settings["trace_rate"] == {"value": ["6"]}
@@ -140,7 +140,7 @@ async def test_tritonclient(traced, server):
             assert log["log_verbose_level"] == {"uint32_param": 1}
             assert log["log_format"] == {"string_param": "ISO8601"}
 
-    await asyncio.to_thread(talk)
+    await asyncio.to_thread(exchange)
 
 
 async def test_async_tritonclient(traced, client):

@@ -11,7 +11,8 @@ import grpc.aio
 import numpy as np
 import pytest
 from eventually import until
-from kserve_grpc_backends import Repeat, Wait
+from kserve_backends import Wait
+from kserve_grpc_backends import Repeat
 from kserve_grpc_requests import one_input, repeat_request, waiting_request
 from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException

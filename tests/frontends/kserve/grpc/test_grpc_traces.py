@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import grpc
 import pytest
 from kserve_grpc_requests import one_input, repeat_request
+from trace_reader import check_order
 from tritonclient.grpc import service_pb2
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "server" / "tracing"))
-
-from trace_reader import ReadTrace, check_order, read_traces
-
-from neso.server.tracing import TraceConfig, Tracing
-
-FRONT_END = {"GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END"}
-
-
-@pytest.fixture
-async def written(core, tmp_path):
-    """Trace every request. `await written()` stops tracing and returns the traces."""
-    settings = [f"triton,file={tmp_path}/trace.json", "rate=1", "level=TIMESTAMPS"]
-    tracing = core.tracing = Tracing(TraceConfig.parse(settings))
-
-    async def written() -> list[ReadTrace]:
-        await tracing.close()
-        path = tmp_path / "trace.json"
-        return read_traces(path) if path.exists() else []
-
-    return written
+FRONTEND = {"GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END"}
 
 
 def identity(request_id: str, data: bytes) -> service_pb2.ModelInferRequest:
@@ -45,7 +23,7 @@ async def test_infer(written, stub):
         await stub.ModelInfer(identity("b", bytes(7)))
     (trace,) = await written()
     assert (trace.model, trace.request_id) == ("identity", "a")
-    assert {*FRONT_END, "INFER_RESPONSE_COMPLETE"} <= trace.timestamps.keys()
+    assert {*FRONTEND, "INFER_RESPONSE_COMPLETE"} <= trace.timestamps.keys()
     check_order(trace.timestamps)
 
 
@@ -61,6 +39,6 @@ async def test_each_request_of_a_stream_has_its_own_trace(written, stub):
     traces = await written()
     assert [trace.request_id for trace in traces] == ["a", "b", "none"]
     for trace in traces:
-        assert trace.timestamps.keys() >= FRONT_END
-        front_end = {name: trace.timestamps[name] for name in FRONT_END}
-        check_order(front_end)
+        assert trace.timestamps.keys() >= FRONTEND
+        frontend = {name: trace.timestamps[name] for name in FRONTEND}
+        check_order(frontend)

@@ -1,4 +1,4 @@
-"""Fixtures: a core with the test models, and an HTTP front end on a free port."""
+"""Fixtures: a core with the test models, and an HTTP frontend on a free port."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
-from kserve_http_backends import BACKENDS, CONFIGS, Wait
+from kserve_backends import Wait
+from kserve_http_backends import BACKENDS, CONFIGS
 
 from neso.frontends.frontend_options import HttpOptions
 from neso.frontends.kserve.http_frontend import KServeHttp
 from neso.server import backend
 from neso.server.core import Core
 from neso.server.options import ModelControlMode, ServerOptions
-
-
-def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
-    """The server's event loop."""
-    return {"uvloop": uvloop.new_event_loop}
 
 
 @dataclass
@@ -58,7 +53,7 @@ class Client:
     async def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> Reply:
-        def talk() -> Reply:
+        def exchange() -> Reply:
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
             try:
                 connection.request(method, path, body, headers or {})
@@ -68,12 +63,12 @@ class Client:
             finally:
                 connection.close()
 
-        return await asyncio.to_thread(talk)
+        return await asyncio.to_thread(exchange)
 
 
 @pytest.fixture
 def connect() -> type[Client]:
-    """`connect(port)` returns a client of a front end started by the test."""
+    """`connect(port)` returns a client of a frontend started by the test."""
     return Client
 
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
+from kserve_backends import TENSORS_OF_ALL_TYPES, LoadedBackend, identity_outputs
 
-from neso.server.backend import Backend
-from neso.server.errors import Cancelled, InternalError, Unavailable
-from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.errors import InternalError, Unavailable
+from neso.server.inference_response import ResponseStream
 from neso.server.tensor import DataType, Tensor
 
 BACKENDS = {
     "test_identity": f"{__name__}:Identity",
     "test_text": f"{__name__}:Text",
-    "test_wait": f"{__name__}:Wait",
+    "test_wait": "kserve_backends:Wait",
 }
-_TENSORS = "".join(
-    f'input {{ name: "IN_{t.value}" data_type: {t.config_name} dims: [-1] optional: true }}\n'
-    f'output {{ name: "OUT_{t.value}" data_type: {t.config_name} dims: [-1] }}\n'
-    for t in DataType
-)
 _TEXT = """
     backend: "test_text"
     input { name: "PROMPT" data_type: TYPE_STRING dims: [1] }
@@ -29,7 +22,7 @@ _TEXT = """
     output { name: "TEXT" data_type: TYPE_STRING dims: [-1] }
 """
 CONFIGS = {
-    "identity": f'backend: "test_identity"\n{_TENSORS}',
+    "identity": f'backend: "test_identity"\n{TENSORS_OF_ALL_TYPES}',
     "batched": """
         backend: "test_identity"
         max_batch_size: 8
@@ -57,36 +50,17 @@ CONFIGS = {
 }
 
 
-class LoadedBackend(Backend):
-    """Base class without loading."""
-
-    async def load(self) -> None:
-        pass
-
-    async def unload(self) -> None:
-        pass
-
-    def response(self, *outputs: Tensor, **parameters: bool | int | float | str) -> InferenceResponse:
-        return InferenceResponse(
-            self.context.name, self.context.version, outputs=list(outputs), parameters=dict(parameters)
-        )
-
-
 class Identity(LoadedBackend):
     """Returns the inputs, and the parameters and fields of the request as parameters."""
 
     def submit(self, request: ResponseStream) -> None:
-        asked = request.request
-        outputs = [
-            Tensor("OUT" + name.removeprefix("IN"), tensor.datatype, tensor.array)
-            for name, tensor in asked.inputs.items()
-        ]
+        requested = request.request
         fields = {
             name: value
             for name in ("priority", "timeout_us", "sequence_id", "sequence_start", "sequence_end")
-            if (value := getattr(asked, name))
+            if (value := getattr(requested, name))
         }
-        request.send(self.response(*outputs, **asked.parameters, **fields), final=True)
+        request.send(self.response(*identity_outputs(request), **requested.parameters, **fields), final=True)
 
 
 class Text(LoadedBackend):
@@ -111,18 +85,3 @@ class Text(LoadedBackend):
         if parameters.get("fail_at") == count:
             request.fail(InternalError("broke at the end"))
         request.finish()
-
-
-class Wait(LoadedBackend):
-    """Never responds; ends cancelled requests."""
-
-    waiting: ClassVar[list[ResponseStream]] = []
-    cancelled: ClassVar[list[str]] = []
-
-    def submit(self, request: ResponseStream) -> None:
-        self.waiting.append(request)
-        request.request.on_cancel(lambda: self._cancel(request))
-
-    def _cancel(self, request: ResponseStream) -> None:
-        self.cancelled.append(request.request.id)
-        request.fail(Cancelled("cancelled"))

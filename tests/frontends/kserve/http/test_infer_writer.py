@@ -46,18 +46,18 @@ def write(response: InferenceResponse, output_format: OutputFormat, *, plain: bo
     if not plain:
         http_codec.write_plain_infer = lambda *arguments: None  # type: ignore[assignment]
     try:
-        answer = http_codec.write_infer_response(response, output_format)
+        reply = http_codec.write_infer_response(response, output_format)
     except ServerError as error:
         return error.message
     except TypeError as error:  # raised by orjson for invalid Unicode
         return str(error)
     finally:
         http_codec.write_plain_infer = native
-    return answer.status, answer.content_type, tuple(answer.headers), whole(answer)
+    return reply.status, reply.content_type, tuple(reply.headers), whole(reply)
 
 
-def whole(answer: Response) -> bytes:
-    return answer.body if isinstance(answer.body, bytes) else b"".join(answer.body)
+def whole(response: Response) -> bytes:
+    return response.body if isinstance(response.body, bytes) else b"".join(response.body)
 
 
 @settings(max_examples=500, deadline=None)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from eventually import until
-from kserve_http_backends import Wait
+from kserve_backends import Wait
 
 from neso.frontends.kserve.generate import NOT_ONE_RESPONSE, read_generate_request
 from neso.frontends.kserve.http_frontend import KServeHttp

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 from eventually import until
-from kserve_http_backends import Wait
+from kserve_backends import Wait
 
 from neso.frontends.kserve.http_frontend import KServeHttp
 from neso.server.tensor import DataType
@@ -76,8 +76,8 @@ async def test_tritonclient_round_trip(client, datatype, binary) -> None:
         client_ = triton.InferenceServerClient(f"127.0.0.1:{client.port}")
         given = triton.InferInput(f"IN_{datatype}", list(array.shape), datatype)
         given.set_data_from_numpy(array, binary_data=binary)
-        wanted = triton.InferRequestedOutput(f"OUT_{datatype}", binary_data=binary)
-        result = client_.infer("identity", [given], outputs=[wanted], request_id="r")
+        expected = triton.InferRequestedOutput(f"OUT_{datatype}", binary_data=binary)
+        result = client_.infer("identity", [given], outputs=[expected], request_id="r")
         assert result.get_response()["id"] == "r"
         output = result.as_numpy(f"OUT_{datatype}")
         client_.close()

@@ -101,7 +101,7 @@ async def test_invalid_log_settings(client, body, status, message):
 
 
 async def test_tritonclient(traced, client, tmp_path):
-    def talk() -> None:
+    def exchange() -> None:
         with triton.InferenceServerClient(f"127.0.0.1:{client.port}") as server:
             settings = server.get_trace_settings("text")
             assert settings["trace_file"] == f"{tmp_path}/trace.json"
@@ -111,7 +111,7 @@ async def test_tritonclient(traced, client, tmp_path):
             log = server.update_log_settings({"log_verbose_level": 1})
             assert log == server.get_log_settings() and log["log_verbose_level"] == 1
 
-    await asyncio.to_thread(talk)
+    await asyncio.to_thread(exchange)
 
 
 async def test_async_tritonclient(traced, client):

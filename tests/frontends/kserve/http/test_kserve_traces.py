@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from trace_reader import check_order
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "server" / "tracing"))
-
-from trace_reader import ReadTrace, check_order, read_traces
-
-from neso.server.tracing import TraceConfig, Tracing
-
-FRONT_END = (
+FRONTEND = (
     "HTTP_RECV_START",
     "HTTP_RECV_END",
     "INFER_RESPONSE_COMPLETE",
     "HTTP_SEND_START",
     "HTTP_SEND_END",
 )
-
-
-@pytest.fixture
-async def written(core, tmp_path):
-    """Trace every request. `await written()` stops tracing and returns the traces."""
-    settings = [f"triton,file={tmp_path}/trace.json", "rate=1", "level=TIMESTAMPS"]
-    tracing = core.tracing = Tracing(TraceConfig.parse(settings))
-
-    async def written() -> list[ReadTrace]:
-        await tracing.close()
-        path = tmp_path / "trace.json"
-        return read_traces(path) if path.exists() else []
-
-    return written
 
 
 INFER = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 2, 1], "data": [1, 2]}]}
@@ -45,7 +23,7 @@ async def test_infer(written, client):
     traces = await written()
     assert [(trace.model, trace.request_id) for trace in traces] == [("batched", "i")] * 2
     for trace in traces:
-        assert set(FRONT_END) <= trace.timestamps.keys()
+        assert set(FRONTEND) <= trace.timestamps.keys()
         check_order(trace.timestamps)
 
 
@@ -56,7 +34,7 @@ async def test_generate(written, client, endpoint):
     )
     assert reply.status == 200
     (trace,) = await written()
-    assert trace.model == "decoupled" and set(FRONT_END) <= trace.timestamps.keys()
+    assert trace.model == "decoupled" and set(FRONTEND) <= trace.timestamps.keys()
 
 
 async def test_requests_to_unknown_models_are_not_traced(written, client):

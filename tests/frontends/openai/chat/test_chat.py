@@ -19,16 +19,16 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 
 
 async def chat(client: AsgiClient, **fields: Any) -> Any:
-    answer = await client.post(PATH, {"model": "scripted", "messages": HI, **fields})
-    assert answer.status == 200, answer.body
-    return answer.json()
+    response = await client.post(PATH, {"model": "scripted", "messages": HI, **fields})
+    assert response.status == 200, response.body
+    return response.json()
 
 
 async def stream(client: AsgiClient, **fields: Any) -> list[Any]:
     """The chunks of a stream; checks that it ends with `[DONE]`."""
-    answer = await client.post(PATH, {"model": "scripted", "messages": HI, "stream": True, **fields})
-    assert answer.status == 200, answer.body
-    *chunks, done = answer.events()
+    response = await client.post(PATH, {"model": "scripted", "messages": HI, "stream": True, **fields})
+    assert response.status == 200, response.body
+    *chunks, done = response.events()
     assert done == "[DONE]"
     return chunks
 
@@ -295,8 +295,8 @@ async def test_allowed_tools(client: AsgiClient, script: ScriptedModel) -> None:
     ],
 )
 async def test_unsupported_content(client: AsgiClient, fields: dict[str, Any], param: str) -> None:
-    answer = await client.post(PATH, {"model": "scripted", "messages": HI, **fields})
-    assert answer.status == 400 and answer.json()["error"]["param"] == param
+    response = await client.post(PATH, {"model": "scripted", "messages": HI, **fields})
+    assert response.status == 400 and response.json()["error"]["param"] == param
 
 
 async def test_fields_without_effect(client: AsgiClient) -> None:

@@ -20,7 +20,7 @@ FILE = b"\x89PNG not really"
 async def site() -> AsyncIterator[str]:
     """A local web site."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode().partition("?")[0]
         status, extra, body = "200 OK", "", FILE
         if path == "/there":
@@ -39,7 +39,7 @@ async def site() -> AsyncIterator[str]:
         writer.write(head.encode() + body)
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
     yield f"http://localhost:{server.sockets[0].getsockname()[1]}"
     server.close()
 

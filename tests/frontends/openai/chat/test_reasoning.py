@@ -101,9 +101,9 @@ def thinker(script: ScriptedModel) -> ScriptedModel:
 
 async def chat(client: AsgiClient, **fields: Any) -> Any:
     body = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], **fields}
-    answer = await client.post(PATH, body)
-    assert answer.status == 200, answer.body
-    return answer.events() if fields.get("stream") else answer.json()
+    response = await client.post(PATH, body)
+    assert response.status == 200, response.body
+    return response.events() if fields.get("stream") else response.json()
 
 
 def deltas(events: list[Any], name: str) -> str:
@@ -134,14 +134,14 @@ async def test_stream(client: AsgiClient, thinker: ScriptedModel) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_include_reasoning_false(client: AsgiClient, thinker: ScriptedModel, stream: bool) -> None:
-    answer = await chat(client, include_reasoning=False, stream=stream)
+    response = await chat(client, include_reasoning=False, stream=stream)
     if stream:
-        assert deltas(answer, "reasoning_content") == ""
-        assert deltas(answer, "content") == "hello there"
+        assert deltas(response, "reasoning_content") == ""
+        assert deltas(response, "content") == "hello there"
     else:
-        message = answer["choices"][0]["message"]
+        message = response["choices"][0]["message"]
         assert message["content"] == "hello there" and "reasoning_content" not in message
-        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert response["usage"]["completion_tokens_details"]["reasoning_tokens"]
 
 
 async def test_truncated_reasoning_has_no_content(client: AsgiClient, thinker: ScriptedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from neso.backends.vllm.conversion import to_vllm_sampling
+from neso.frontends.openai.tensor_models.input_tensors import sampling_json
+from neso.frontends.openai.tensor_models.language_model import to_parameter_error
 from neso.frontends.openai.tensor_models.request_tensors import (
     request_tensors,
     requested_outputs,
@@ -22,6 +26,7 @@ from neso.generation import (
     LoraRequest,
     SamplingParams,
 )
+from neso.server.errors import InternalError, InvalidArgument
 from neso.server.signature import Signature
 
 TEXT = """
@@ -245,14 +250,58 @@ def test_optional_outputs_are_requested_if_available() -> None:
     output { name: "context_logits" data_type: TYPE_FP32 dims: [ -1 ] }
     """
 
-    def wanted(more: str) -> set[str]:
+    def expected(more: str) -> set[str]:
         made = signature(outputs + more)
         inputs = request_tensors(made, GenerationRequest("a"), "a", SamplingParams(), stream=False)
         return set(requested_outputs(made, inputs))
 
-    assert wanted("") == {"text_output", "finish_reason"}
-    assert wanted(declared("return_num_output_tokens", "BOOL")) == {
+    assert expected("") == {"text_output", "finish_reason"}
+    assert expected(declared("return_num_output_tokens", "BOOL")) == {
         "text_output",
         "finish_reason",
         "num_output_tokens",
     }
+
+
+GUIDE = SamplingParams(guided_decoding=GuidedDecoding(regex="(", source_field="response_format"))
+
+
+@pytest.mark.parametrize(
+    ("message", "sampling", "field", "reported"),
+    [
+        ("in ensemble 'e', guided_decoding_guide: no regex", GUIDE, "response_format", "no regex"),
+        ("guided_decoding_guide_type: what?", GUIDE, "response_format", "what?"),
+        ("in ensemble 'e', input_lengths: is 0", SamplingParams(), "prompt", "is 0"),
+        ("random_seed: too large: 2", SamplingParams(), "seed", "too large: 2"),
+        ("lora_task_id: 7 is not cached", SamplingParams(), "model", "7 is not cached"),
+        ("stop_words: too many", SamplingParams(), "stop", "too many"),
+    ],
+)
+def test_error_names_the_request_field(
+    message: str, sampling: SamplingParams, field: str, reported: str
+) -> None:
+    error = to_parameter_error(InvalidArgument(message), sampling)
+    assert isinstance(error, InvalidParameter)
+    assert (error.field, error.message) == (field, reported)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgument("something is wrong"),
+        InvalidArgument("my_own_input: something is wrong"),
+        InvalidArgument("guided_decoding_guide: but nobody gave one"),
+        InternalError("seed: the model broke"),
+    ],
+)
+def test_other_errors_are_unchanged(error: Exception) -> None:
+    assert to_parameter_error(error, SamplingParams()) is error  # type: ignore[arg-type]
+
+
+def test_all_special_tokens_are_shown() -> None:
+    needed = SamplingParams(shown_special_tokens=("[TOOL_CALLS]",))
+    assert json.loads(sampling_json(needed))["skip_special_tokens"] is False
+    assert "shown_special_tokens" not in json.loads(sampling_json(needed))
+    assert "skip_special_tokens" not in json.loads(sampling_json(SamplingParams()))
+    assert to_vllm_sampling(needed)["skip_special_tokens"] is False
+    assert to_vllm_sampling(SamplingParams())["skip_special_tokens"] is True

@@ -19,11 +19,12 @@ class TritonPythonModel:
                 for output in ("OUTPUT0", "OUTPUT1")
             ]
             answers = await asyncio.gather(*calls)
-            for answer in answers:
-                if answer.has_error():
-                    raise pb_utils.TritonModelException(answer.error().message())
+            for response in answers:
+                if response.has_error():
+                    raise pb_utils.TritonModelException(response.error().message())
             tensors = [
-                pb_utils.get_output_tensor_by_name(answer, f"OUTPUT{i}") for i, answer in enumerate(answers)
+                pb_utils.get_output_tensor_by_name(response, f"OUTPUT{i}")
+                for i, response in enumerate(answers)
             ]
             responses.append(pb_utils.InferenceResponse(output_tensors=tensors))
         return responses

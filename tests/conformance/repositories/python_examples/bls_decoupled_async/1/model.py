@@ -20,10 +20,10 @@ class TritonPythonModel:
             ]
             total = np.zeros(1, np.int32)
             for answers in await asyncio.gather(*calls):
-                async for answer in answers:
-                    if answer.has_error():
-                        raise pb_utils.TritonModelException(answer.error().message())
-                    if len(answer.output_tensors()) > 0:
-                        total += pb_utils.get_output_tensor_by_name(answer, "OUT").as_numpy()
+                async for response in answers:
+                    if response.has_error():
+                        raise pb_utils.TritonModelException(response.error().message())
+                    if len(response.output_tensors()) > 0:
+                        total += pb_utils.get_output_tensor_by_name(response, "OUT").as_numpy()
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("SUM", total // 2)]))
         return responses

@@ -32,8 +32,8 @@ class TritonPythonModel:
 
     def words(self, inputs):
         if inputs["text_input"][0, 0] == b"show":
-            told = {name: value.tolist() for name, value in inputs.items()}
-            return [json.dumps(told, default=bytes.decode)]
+            reported = {name: value.tolist() for name, value in inputs.items()}
+            return [json.dumps(reported, default=bytes.decode)]
         stop = {word.decode() for word in inputs.get("stop_words", np.empty((1, 0)))[0]}
         words = [f" w{i}" for i in range(min(END, inputs["max_tokens"][0, 0]))]
         ends = [i for i, word in enumerate(words) if any(text in word for text in stop)]

@@ -35,8 +35,8 @@ class TritonPythonModel:
         sampling = json.loads(inputs["sampling_parameters"][0])
         words = [f" w{i}" for i in range(END)]
         if prompt == "show":
-            told = {name: value.tolist() for name, value in inputs.items() if value.dtype != object}
-            words = [json.dumps({"sampling": sampling, **told})]
+            reported = {name: value.tolist() for name, value in inputs.items() if value.dtype != object}
+            words = [json.dumps({"sampling": sampling, **reported})]
         limit = sampling.get("max_tokens", 16)
         for i, word in enumerate(words[:limit]):
             last = i == len(words) - 1

@@ -24,7 +24,7 @@ def public_methods(module: ModuleType, name: str) -> set[str]:
 
 
 @dataclass
-class Flavour:
+class ClientModule:
     """A client module: its protocol, and whether its methods are coroutines."""
 
     name: str
@@ -35,7 +35,7 @@ class Flavour:
 
     def make(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Return an object of one of the module's classes that records the methods called on it."""
-        return Noting(getattr(self.module, name)(*arguments, **options), self.used[name])
+        return RecordingProxy(getattr(self.module, name)(*arguments, **options), self.used[name])
 
     def connect(self, server: ServerProcess, **options: Any) -> Any:
         return self.make("InferenceServerClient", server.address(self.protocol), **options)
@@ -51,30 +51,30 @@ class Flavour:
         return public_methods(self.module, name) - self.used[name]
 
 
-class Noting:
+class RecordingProxy:
     """Forwards everything to the wrapped object and records the names."""
 
-    def __init__(self, within: Any, used: set[str]) -> None:
-        object.__setattr__(self, "_Noting__within", within)
-        object.__setattr__(self, "_Noting__used", used)
+    def __init__(self, wrapped: Any, used: set[str]) -> None:
+        object.__setattr__(self, "_RecordingProxy__wrapped", wrapped)
+        object.__setattr__(self, "_RecordingProxy__used", used)
 
     def __getattr__(self, name: str) -> Any:
         # The library itself accesses these objects: a client calls private methods of inputs.
         if not name.startswith("_"):
             self.__used.add(name)
-        return getattr(self.__within, name)
+        return getattr(self.__wrapped, name)
 
 
-def flavours() -> list[Flavour]:
-    """Return all four flavours."""
+def client_modules() -> list[ClientModule]:
+    """Return all four client_modules."""
     return [
-        Flavour("http", http_client, "http", False),
-        Flavour("http.aio", http_aio, "http", True),
-        Flavour("grpc", grpc_client, "grpc", False),
-        Flavour("grpc.aio", grpc_aio, "grpc", True),
+        ClientModule("http", http_client, "http", False),
+        ClientModule("http.aio", http_aio, "http", True),
+        ClientModule("grpc", grpc_client, "grpc", False),
+        ClientModule("grpc.aio", grpc_aio, "grpc", True),
     ]
 
 
-async def settled(value: Any) -> Any:
+async def maybe_await(value: Any) -> Any:
     """Return the result of a method, awaited if it is a coroutine."""
     return await value if inspect.isawaitable(value) else value

@@ -1,14 +1,38 @@
-"""The options named in the guides exist."""
+"""The documentation of the command line matches the flags."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from serve_arguments import parse
 
 from neso.cli.serve_flags import FLAGS
 from neso.engine.config import EngineConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_tables_are_up_to_date():
+    spec = importlib.util.spec_from_file_location("docs", ROOT / "scripts" / "command_line_docs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = module.PAGE.read_text()
+    assert text == module.page(text), "run: python scripts/command_line_docs.py"
+
+
+def test_example_file_is_valid(tmp_path):
+    text = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+    found = re.search(r"```yaml\n(.*?)```", text, re.S)
+    assert found is not None
+    (tmp_path / "serve.yaml").write_text(found[1])
+    options = parse(f"--config={tmp_path}/serve.yaml")
+    assert options.warnings == () and options.http is not None and options.http.port == 8080
+    assert options.models[0].name == "chat" and options.server.startup_models == ("greeter",)
+
 
 DOCS = Path(__file__).parents[2] / "docs"
 FLAG_PATTERN = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")

@@ -1,11 +1,14 @@
-"""Choice of cases for the default tier."""
+"""The choice of tests and cases for the default tier."""
 
 from __future__ import annotations
 
+import re
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
 from pairwise import pairwise_cover
+from slow_tests import listed
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 2, 4), (5, 5, 5), (2, 3, 4, 5), (7, 1, 3)])
@@ -25,3 +28,18 @@ def test_incomplete_matrices():
     cases = [(0, 0, 0), (0, 1, 1), (1, 0, 1)]
     assert pairwise_cover(cases) == {0, 1, 2}
     assert pairwise_cover([]) == set()
+
+
+TESTS = Path(__file__).parent
+
+
+def test_listed_tests_exist():
+    functions = {
+        name for path in TESTS.rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    stale = []
+    for name in listed():
+        path, *_, function = name.partition("[")[0].split("::")
+        if not (TESTS.parent / path).is_file() or function not in functions | {"runTest"}:
+            stale.append(name)
+    assert not stale, "remove them from tests/slow_tests.txt"
