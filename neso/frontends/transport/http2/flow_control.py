@@ -89,12 +89,12 @@ class MemoryAccount:
         if parent is None or used > self._limit:
             return False
         step = used - self._leased
-        if not parent.take(step + _LEASE):
+        spare = min(_LEASE, self._limit - used)
+        if not parent.take(step + spare):
+            spare = 0
             if not parent.take(step):
                 return False
-            self._leased += step
-        else:
-            self._leased += step + _LEASE
+        self._leased += step + spare
         self.used = used
         return True
 
