@@ -53,15 +53,15 @@ class ModelInfer:
         try:
             scanned = scan_infer_message(data, self._max_values)
             if scanned.values > INLINE_VALUES:
-                self._decode_in_thread(scanned, responder, call, received_ns)
+                self._decode_in_thread(scanned, len(data), responder, call, received_ns)
                 return
             infer = decode_infer_message(scanned)
-            self._start(infer, None, responder, call, received_ns)
+            self._start(infer, None, len(data), responder, call, received_ns)
         except Exception as error:
             responder.fail(error)
 
     def _decode_in_thread(
-        self, scanned: ScannedMessage, responder: _Responder, call: CallbackCall, received_ns: int
+        self, scanned: ScannedMessage, size: int, responder: _Responder, call: CallbackCall, received_ns: int
     ) -> None:
         def decode() -> Decoded:
             infer = decode_infer_message(scanned)
@@ -74,7 +74,7 @@ class ModelInfer:
                 return
             try:
                 infer, request, output = future.result()
-                self._start(infer, (request, output), responder, call, received_ns)
+                self._start(infer, (request, output), size, responder, call, received_ns)
             except Exception as error:
                 responder.fail(error)
 
@@ -86,11 +86,12 @@ class ModelInfer:
         self,
         infer: InferMessage,
         read: tuple[InferenceRequest, OutputOptions] | None,
+        size: int,
         responder: _Responder,
         call: CallbackCall,
         received_ns: int,
     ) -> None:
-        """Submit a request, which `read` holds if it was read in a thread."""
+        """Submit a request, which `read` holds if it was read in a thread. `size`: bytes of the message."""
         service = self._service
         message = infer.request
         model = service.find_unary_model(message.model_name, message.model_version, "ModelInfer RPC")
@@ -98,6 +99,7 @@ class ModelInfer:
             header: Callable[[str], Any] = dict(call.invocation_metadata()).get
             responder.trace = service.start_trace(model.name, header, received_ns, RECEIVE_STAMPS)
         request, output = read or read_infer_request(infer, service.shared_memory)
+        request.client, request.input_bytes = call.address, size
         responder.shared = output.shared
         self._calls.add_pending(responder)
         call.on_cancel = responder.cancel
@@ -123,8 +125,7 @@ class _Responder:
         if self._call.done:
             return
         try:
-            if response.error is not None:
-                raise response.error
+            response.raise_error()
             reply = encode_response(response, self.shared)
         except Exception as error:
             self.fail(error)

@@ -22,11 +22,11 @@ from neso.frontends.transport.grpc.wire_format import (
     status_trailers,
 )
 from neso.frontends.transport.http2 import (
+    NO_EVENTS,
     Headers,
     Http2Connection,
     Http2Options,
     Http2Stream,
-    NoEvents,
     ServerContext,
     StreamEvents,
 )
@@ -208,7 +208,7 @@ def _rejection(headers: CallHeaders) -> bytes | None:
 
 def _reject(stream: Http2Stream, block: bytes) -> StreamEvents:
     stream.send(None, b"", block)
-    return NoEvents()
+    return NO_EVENTS
 
 
 def _fail(stream: Http2Stream, code: grpc.StatusCode, message: str) -> StreamEvents:
