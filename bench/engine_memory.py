@@ -4,9 +4,9 @@
 
 The cache is allocated at the start, but its pages become resident when they are first written. Memory therefore grows
 until all blocks were used once, then a little until 256 compiled grammars are kept, and must be flat afterwards: the
-script prints both, and compares the last quarters of the run. Each request has its own random prompt; kinds of requests
-with state of their own (grammars, samplers, beams, several sequences, prompt scores, aborts) take turns. Exits with 1 if
-memory still grows.
+script prints both, and compares the last quarters of the run. Each request has its own random prompt; kinds of
+requests with state of their own (grammars, samplers, beams, several sequences, prompt scores, aborts) take turns. Exits
+with 1 if memory still grows.
 """
 
 from __future__ import annotations
