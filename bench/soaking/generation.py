@@ -89,9 +89,9 @@ async def _events(clients: Clients, url: str, body: dict[str, Any]) -> AsyncIter
     """Yield the events of a stream. Raises `EngineGone`."""
     async with clients.http.post(url, json=body) as response:
         if response.status != 200:
-            answer = await response.json()
-            error = answer["error"]
-            expect(response.status == 503, f"{url}: {response.status} {answer}")
+            text = await response.text()
+            expect(response.status == 503, f"{url}: {response.status} {text}")
+            error = json.loads(text.removeprefix("data: "))["error"]  # generate_stream sends an event
             check_error(error if isinstance(error, str) else error["message"])
         ended = False
         async for line in response.content:

@@ -1,8 +1,9 @@
 """Turns of threads that import packages while models load.
 
-Python locks each module separately while it is imported. If two threads import the same interdependent modules (such
-as those of `transformers`) in different orders, Python avoids a deadlock by giving one of them an unfinished module,
-and its import fails. Therefore model files are imported, and models are initialized, one at a time.
+A thread that imports a package while another thread imports it can fail. `transformers` replaces itself in
+`sys.modules` at the end of its import, and a thread that has waited for this import gets the module before the
+replacement. With interdependent modules Python gives up locks to avoid deadlocks, and one thread gets an
+unfinished module. Therefore model files are imported, and models are initialized, one at a time.
 """
 
 from __future__ import annotations

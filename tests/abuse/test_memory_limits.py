@@ -28,7 +28,7 @@ from neso.engine.host_resources import available_cores, available_memory
 memory = available_memory()
 import neso
 from neso.generation import SamplingParams
-llm = neso.LLM("neso-pilot", max_num_seqs=4096, enable_prefix_caching=True)
+llm = neso.LLM("neso-pilot", max_num_seqs=2048, max_num_batched_tokens=2048)
 pool = llm.core.scheduler.kv.pool
 params = SamplingParams(max_tokens=64, ignore_eos=True, temperature=0)
 num_tokens, number = 0, 0

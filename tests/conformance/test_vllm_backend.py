@@ -433,6 +433,8 @@ def test_cancelling_over_grpc(server):
         last = received.get()
     assert isinstance(last, InferenceServerException)
     assert "CANCELLED" in str(last.status())
+    for line in ("[vllm] Cancelling the request", "[vllm] Successfully cancelled the request"):
+        wait_until(lambda line=line: line in server.output)
 
 
 async def test_cancelling_with_the_asyncio_client(server):

@@ -18,6 +18,7 @@ from neso.backends.option_files import (
     log_default_sampling,
     read_object,
     resolve_generation_config,
+    resolve_processors,
     resolve_relative,
 )
 from neso.backends.request_tensors import tensor_error_text
@@ -86,7 +87,8 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
             name: str(resolve_relative(path, version_directory) or path)
             for name, path in engine.lora.lora_modules.items()
         }
-        return replace(engine, lora=replace(engine.lora, lora_modules=paths))
+        processors = resolve_processors(engine.logits_processors, version_directory)
+        return replace(engine, lora=replace(engine.lora, lora_modules=paths), logits_processors=processors)
     except (ModelNotFound, ValueError) as error:
         raise InvalidArgument(str(error)) from None
 

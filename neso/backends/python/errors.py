@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+
 from neso.server.errors import ErrorCode, ServerError
 
 # Values of TRITONSERVER_Error_Code.
@@ -17,8 +20,24 @@ _CODES = {
 }
 
 
+logger = logging.getLogger(__name__)
+
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class _Message(str):
+    """The message of a called model's error, with the error's code."""
+
+    __slots__ = ("code",)
+    code: int
+
+
 class TritonError:
-    """Error of a response: a message and one of the codes below."""
+    """Error of a response: a message and one of the codes below.
+
+    Some models send a traceback. It is logged; the message is that of the exception, because a traceback shows the
+    server's paths. If the exception reports the error of a called model, the code is that error's.
+    """
 
     UNKNOWN = 0
     INTERNAL = 1
@@ -34,8 +53,21 @@ class TritonError:
             raise TypeError(
                 f"TritonError needs a message and a code of TritonError, got {message!r}, {code!r}"
             )
-        self._message = str(message)
+        self._message = message if isinstance(message, str) else str(message)
         self._code = code
+        if self._message.startswith(_TRACEBACK):
+            self._drop_traceback()
+
+    def _drop_traceback(self) -> None:
+        logger.error("a model sent an error with a traceback: %s", self._message)
+        error = sys.exc_info()[1]
+        if error is None:
+            self._message = self._message.rstrip().rpartition("\n")[2].strip()
+            return
+        self._message = describe(error)
+        of_called_model = error.args[0] if error.args else None
+        if isinstance(of_called_model, _Message) and self._code == self.INTERNAL:
+            self._code = of_called_model.code
 
     def message(self) -> str:
         return self._message
@@ -49,7 +81,9 @@ class TritonError:
     @classmethod
     def from_server(cls, error: ServerError) -> TritonError:
         """Convert an error of the server."""
-        return cls(error.message, next(number for number, code in _CODES.items() if code is error.code))
+        message = _Message(error.message)
+        message.code = next(number for number, code in _CODES.items() if code is error.code)
+        return cls(message, message.code)
 
     def to_server(self) -> ServerError:
         """Convert to an error of the server."""

@@ -12,6 +12,7 @@ from core_requests import collect, send_request
 from repository_builder import IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS, SLOW, RepositoryBuilder
 
 from neso.server.core import Core
+from neso.server.errors import ErrorCode
 from neso.server.options import ModelControlMode, ServerOptions
 
 HEAD = """
@@ -252,6 +253,41 @@ async def test_cancelling_a_call(serve):
         return [answer(response.error().code())]
 """)
     assert await outcome(core) == [7]
+
+
+SENDS_TRACEBACKS = """
+    def execute(self, requests):
+        import traceback
+        try:
+            response = call("double", name="WRONG").exec()
+            if response.has_error():
+                raise {error}
+        except Exception:
+            error = pb_utils.TritonError(traceback.format_exc())
+        return [pb_utils.InferenceResponse(error=error)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "code"),
+    [
+        (
+            "pb_utils.TritonModelException(response.error().message())",
+            "unexpected inference input 'WRONG'",
+            ErrorCode.INVALID_ARG,
+        ),
+        ("KeyError('a')", "KeyError: 'a'", ErrorCode.INTERNAL),
+    ],
+    ids=["error of the called model", "error of the caller"],
+)
+async def test_traceback_is_not_sent_to_the_client(serve, error, message, code):
+    """The client gets the message of the exception, with the code of the called model's error, and no paths."""
+    core = await serve(SENDS_TRACEBACKS.format(error=error))
+    (response,) = await collect(send_request(core.model("caller"), IN=np.array([1], np.float32)))
+    assert response.error is not None
+    assert message in response.error.message
+    assert "model.py" not in response.error.message
+    assert response.error.code is code
 
 
 async def test_bls_call_from_a_thread_of_the_model(serve):

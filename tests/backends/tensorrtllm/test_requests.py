@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,18 @@ async def test_embedding_of_a_token_outside_the_vocabulary_is_zero(serve_model, 
     (response,) = await served.responses(inputs | {"request_output_len": row(1)})
     assert response["output_ids"][0, 0, :2].tolist() == [token, 3]
     assert caplog.text.count("input_ids has tokens outside the vocabulary, their embeddings are zero") == 1
+
+
+async def test_long_prompt_of_tokens_outside_the_vocabulary_is_rejected_early(serve_model):
+    """Before a row of embeddings is made for each of its tokens."""
+    served = await serve_model()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ServerError, match="input_ids: "):
+            await served.tokens([VOCAB_SIZE] * 200_000)
+        assert tracemalloc.get_traced_memory()[1] < 30 * 2**20  # the rows would take 37 MiB
+    finally:
+        tracemalloc.stop()
 
 
 async def test_table_for_a_prompt_without_virtual_tokens_has_no_effect(serve_model, caplog, greedy):
