@@ -91,7 +91,9 @@ class MappedTensors(ABC, Generic[Entry]):
                 return np.empty(shape, dtype)
             return np.frombuffer(self._buffer, dtype, count, self._data_start + entry.start).reshape(shape)
         except ValueError as error:
-            raise CheckpointError(f"{self.path}: no tensor can have the shape {list(shape)}: {error}") from None
+            raise CheckpointError(
+                f"{self.path}: no tensor can have the shape {list(shape)}: {error}"
+            ) from None
 
     def _map(self) -> mmap.mmap:
         try:
