@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,8 @@ import tritonclient.http as triton
 from eventually import until
 from kserve_backends import Wait
 
+from neso.frontends.kserve import http_codec, http_infer, http_json
+from neso.frontends.kserve.http_codec import read_infer_request
 from neso.frontends.kserve.http_frontend import KServeHttp
 from neso.server.tensor import DataType
 
@@ -348,6 +351,36 @@ async def test_body_size_limit(client, headers, message) -> None:
     reply = await client.post("/v2/models/identity/infer", bytes((1 << 20) + 1), **headers)
     assert reply.status == 400
     assert reply.error == f"{message} Use --http-max-input-size to increase the limit."
+
+
+async def test_large_json_is_parsed_in_a_thread(client, monkeypatch) -> None:
+    threads = []
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return read_infer_request(*arguments)
+
+    monkeypatch.setattr(http_infer, "read_infer_request", noted)
+    monkeypatch.setattr(http_infer, "LARGE_JSON", 1000)
+    for count in (10, 1000):
+        reply = await client.post(
+            "/v2/models/identity/infer", {"inputs": [tensor("INT32", [[1]] * count, [count])]}
+        )
+        assert reply.json["outputs"][0]["data"] == [1] * count
+    assert threads[0] is threading.main_thread() is not threads[1]
+
+
+async def test_numbers_of_members_and_arrays_are_limited(client, monkeypatch) -> None:
+    many = {f"p{number}": 1 for number in range(http_codec.MAX_MEMBERS + 1)}
+    body = {"inputs": [tensor("BOOL", [True])]}
+    reply = await client.post("/v2/models/identity/infer", {**body, "parameters": many})
+    assert (reply.status, reply.error) == (400, "'parameters' has 10001 members, at most 10000 are supported")
+    monkeypatch.setattr(http_json, "MAX_CONTAINERS", 20)
+    for brackets, status in ((8, 200), (40, 400)):
+        lists = {"inputs": [tensor("INT32", [[1]] * brackets, [brackets]), tensor("BYTES", ["[{\\"])]}
+        reply = await client.post("/v2/models/identity/infer", lists)
+        assert reply.status == status, reply.body
+    assert "more than 20 arrays and objects" in reply.error
 
 
 async def test_lists_of_the_maximum_depth(client) -> None:
