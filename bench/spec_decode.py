@@ -21,11 +21,11 @@ from smoke import parse_arguments
 
 from neso.engine.addons.registry import standard_addons
 from neso.engine.config import EngineConfig
-from neso.engine.core.draft import Draft
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.sequence import Sequence
 from neso.engine.load.loader import load_engine
 from neso.engine.loop.engine_core import EngineCore
+from neso.engine.spec_decode.draft import Draft
 from neso.engine.spec_decode.draft_length import DraftLength
 from neso.engine.spec_decode.speculator import Proposer, SpeculativeDecoding
 from neso.generation import SamplingParams

@@ -88,6 +88,12 @@ class Reader {
         return take(']');
     }
 
+    // Calls `each()` to read each element of an array that is flat, or nested as the shape.
+    template <typename Each>
+    bool tensor(const Shape& shape, Each each) {
+        return starts_nested() ? shape.rank > 1 && nested(shape, 0, each) : array(each);
+    }
+
     // Calls `each(name)` to read the value of each member.
     template <typename Each>
     bool object(Each each) {
@@ -101,6 +107,23 @@ class Reader {
     }
 
   private:
+    bool starts_nested() {
+        const char* start = at_;
+        const bool found = take('[') && take('[');
+        at_ = start;
+        return found;
+    }
+
+    template <typename Each>
+    bool nested(const Shape& shape, std::size_t level, Each& each) {
+        std::int64_t count = 0;
+        const bool good = array([&] {
+            ++count;
+            return level + 1 == shape.rank ? each() : nested(shape, level + 1, each);
+        });
+        return good && count == shape.extents[level];
+    }
+
     void skip() {
         while (at_ != end_ && (*at_ == ' ' || *at_ == '\n' || *at_ == '\r' || *at_ == '\t')) ++at_;
     }
@@ -147,7 +170,7 @@ template <typename T>
 Reference read_elements(Reader& reader, const Shape& shape) {
     std::vector<T> elements;
     elements.reserve(static_cast<std::size_t>(std::min<std::int64_t>(shape.count, 1 << 16)));
-    const bool good = reader.array([&] {
+    const bool good = reader.tensor(shape, [&] {
         T value{};
         if constexpr (std::is_same_v<T, bool>) {
             if (!reader.boolean(value)) return false;
@@ -172,7 +195,7 @@ Reference read_elements(Reader& reader, const Shape& shape) {
 Reference read_strings(Reader& reader, const Shape& shape) {
     Reference list(PyList_New(0));
     if (!list) return {};
-    const bool good = reader.array([&] {
+    const bool good = reader.tensor(shape, [&] {
         std::string_view element;
         // Conversion to text checks that the bytes are UTF-8.
         if (!reader.string(element) || !text(element)) return false;

@@ -11,8 +11,8 @@ namespace neso::wire {
 //
 // `inputs`: tuples (name, datatype, shape, content). `content` is a bytearray of the elements in row-major order, a list
 // of bytes for BYTES, or the int `binary_data_size`. `outputs`: tuples (name, binary), None if not given. Returns null
-// without an exception for all other input, valid or not (rare members, nested lists, escapes in strings, errors); the
-// Python parser handles it.
+// without an exception for all other input, valid or not (rare members, lists that are not nested as the shape, escapes in
+// strings, errors); the Python parser handles it.
 PyObject* parse_plain_infer(std::string_view json);
 
 }  // namespace neso::wire

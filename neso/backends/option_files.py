@@ -42,6 +42,16 @@ def resolve_generation_config(source: str, *places: Path) -> str:
     return str(resolve_relative(Path(source).expanduser(), *places) or source)
 
 
+def resolve_processors(processors: Mapping[str, str], *places: Path) -> dict[str, str]:
+    """Resolve the files in the option `logits_processors`, which can be relative to `places`."""
+    resolved = {}
+    for name, place in processors.items():
+        source, _, attribute = place.rpartition(":")
+        file = resolve_relative(source, *places) if source.endswith(".py") else None
+        resolved[name] = place if file is None else f"{file}:{attribute}"
+    return resolved
+
+
 def log_default_sampling(
     model: str, defaults: SamplingDefaults, source: str, override: Mapping[str, Any]
 ) -> None:

@@ -114,6 +114,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, Any],
         Meta(description='Sampling defaults that override those of the file: {"temperature": 0.5}.'),
     ] = {}
+    logits_processors: Annotated[
+        dict[str, str],
+        Meta(
+            description="Logits processors by name: FILE.py:ATTRIBUTE, MODULE:ATTRIBUTE, or an entry point "
+            "of the group neso.logits_processors."
+        ),
+    ] = {}
     scheduler: SchedulerConfig = SchedulerConfig()
     lora: LoraConfig = LoraConfig()
     scores: ScoreLimits = ScoreLimits()

@@ -55,6 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     - normalize_logprobs: log probabilities are those of the distribution that tokens are drawn from, after penalties,
       temperature and filters. No effect on beam search.
     - embedding_bias: float32[vocab_size] in native byte order, added to the logits.
+    - logits_processor: name of a logits processor that is registered with the model.
     - shown_special_tokens: texts of special tokens that are output despite skip_special_tokens.
     - return_context_logits, return_generation_logits: return the raw logits of all prompt positions, and the logits
       that each token was sampled from.
@@ -97,6 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     shown_special_tokens: tuple[str, ...] = ()
     guided_decoding: GuidedDecoding | None = None
+    logits_processor: str | None = None
 
     def __post_init__(self) -> None:
         _in_range("n", self.n, 1, MAX_N)
@@ -166,6 +168,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidParameter("best_of", "is for sampling, a beam search returns the best n in any case")
         if self.uses_beams and self.guided_decoding is not None:
             raise InvalidParameter("beam_width", "beams cannot be guided by a grammar")
+        if self.uses_beams and self.logits_processor is not None:
+            raise InvalidParameter("logits_processor", "cannot be applied to a beam search")
         if 1 < self.beam_width < self.n:
             raise InvalidParameter("n", f"{self.n} is more than beam_width {self.beam_width}")
 
@@ -225,6 +229,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 ALIASES = {
     "len_penalty": "length_penalty",
+    "logits_post_processor_name": "logits_processor",
     "min_length": "min_tokens",
     "num_return_sequences": "n",
     "random_seed": "seed",

@@ -115,6 +115,7 @@ TEXT_INPUTS = (
     _to_generation("lora_config", "TYPE_INT32", dims=(-1, 3)),
     _to_generation("guided_decoding_guide_type", "TYPE_STRING"),
     _to_generation("guided_decoding_guide", "TYPE_STRING"),
+    _to_generation("logits_post_processor_name", "TYPE_STRING"),
 )
 """Inputs of ensemble and tensorrt_llm_bls."""
 DRAFT_INPUTS = (

@@ -122,6 +122,33 @@ def test_bodies_of_many_values(server: AttackedServer) -> None:
     server.attack(attack, "a million values").check()
 
 
+@pytest.mark.parametrize(
+    ("element", "count"), [(b"[1]", 2_000_000), (b"[]", 2_000_000), (b"NaN", 1_000_000), (b'"a"', 1_000_000)]
+)
+def test_large_json_tensors(server: AttackedServer, element: bytes, count: int) -> None:
+    start = b'{"inputs":[{"name":"text_input","datatype":"INT32","shape":[%d],"data":[' % count
+    body = start + (element + b",") * (count - 1) + element + b"]}]}"
+
+    def attack() -> None:
+        status, answer = post(server, "http", "/v2/models/embedder/infer", body)
+        assert status == 400 and answer["error"], answer
+
+    server.attack(attack, f"{count} times {element.decode()}").check(limit_mib=300)
+
+
+def test_large_nested_tensor(server: AttackedServer) -> None:
+    """The lists of numpy's `tolist`, which are nested as the shape, are read without lists."""
+    count = 2_000_000
+    start = b'{"inputs":[{"name":"text_input","datatype":"INT32","shape":[%d,1],"data":[' % count
+    body = start + b"[1]," * (count - 1) + b"[1]]}]}"
+
+    def attack() -> None:
+        status, answer = post(server, "http", "/v2/models/embedder/infer", body)
+        assert status == 400 and "data-type is 'INT32'" in answer["error"], answer
+
+    server.attack(attack, "2 million [1], nested as the shape").check()
+
+
 def storage_bomb() -> bytes:
     """A file like that of `torch.save` whose metadata reads one storage of 5 MB 50 times."""
 

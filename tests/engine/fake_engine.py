@@ -14,6 +14,7 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.loop.engine_core import EngineCore
 from neso.engine.runners.base import CacheLayout, Logits, Runner
 from neso.engine.sampling.token_sampling import SamplingBatch
+from neso.engine.spec_decode.draft import NO_TREE, DraftTreePlan, token_positions
 from neso.engine.spec_decode.draft_length import DraftLength
 from neso.engine.spec_decode.speculator import Proposer, SpeculativeDecoding
 from neso.generation import SamplingParams
@@ -66,20 +67,21 @@ class FakeRunner(Runner):
                 blocks[block] = self.host[host_block]
         for source, target in plan.block_copies:
             blocks[target] = blocks[source]
-        sources, targets = plan.moved_slots(size)
+        tree = plan.part(DraftTreePlan) or NO_TREE
+        sources, targets = tree.copied_slots(plan, size)
         self.cache[targets] = self.cache[sources]
         slots = plan.slots(size)
         assert len(set(slots.tolist())) == len(slots), "two tokens written to one slot"
         self.cache[slots] = plan.token_ids
-        positions = plan.positions()
+        positions = token_positions(plan)
         logits = np.zeros((len(plan.logits_rows), self.vocab), np.float32)
         for i, row in enumerate(plan.logits_rows):
             sequence = int(np.searchsorted(plan.query_start, row, side="right")) - 1
             computed, first = int(plan.num_computed[sequence]), int(plan.query_start[sequence])
             written = computed + int(row) - first
             places = np.array(visible(written + 1, self.window))
-            if len(plan.tree_masks) and plan.tree_masks[row]:
-                path = [node for node in range(64) if int(plan.tree_masks[row]) >> node & 1]
+            if len(tree.masks) and tree.masks[row]:
+                path = [node for node in range(64) if int(tree.masks[row]) >> node & 1]
                 assert computed + len(path) == int(positions[row]) + 1
                 slot_of = [*range(computed), *(computed + node for node in path)]
                 places = np.array([slot_of[place] for place in visible(len(slot_of), self.window)])

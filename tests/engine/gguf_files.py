@@ -14,8 +14,15 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter, TokenType
 from safetensors.numpy import load_file
 
-# Offsets of float16 scales in blocks of the types that the package cannot quantize to.
-_SCALES = {Type.Q4_K: [0, 2], Type.Q6_K: [208]}
+# Offsets of float16 values in blocks; [0] for other types.
+_SCALES = {
+    **{kind: [0, 2] for kind in (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K)},
+    Type.Q2_K: [80, 82],
+    Type.Q3_K: [108],
+    Type.Q6_K: [208],
+}
+# Types that the package cannot quantize to.
+_RANDOM = {Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS}
 
 _ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -80,7 +87,7 @@ def finish(writer: GGUFWriter) -> Path:
 
 def encode(values: np.ndarray, kind: Type, seed: int = 0) -> np.ndarray:
     """Return values or blocks; random ones of similar magnitude if the package cannot quantize to the type."""
-    if kind in _SCALES:
+    if kind in _RANDOM:
         return random_blocks(kind, *values.shape, seed=seed)
     return gguf.quants.quantize(values.astype(np.float32), kind)
 

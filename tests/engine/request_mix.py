@@ -312,5 +312,5 @@ class Mixed:
             left["adapters"] = lora._cache._pins
             left["slots"] = +lora.slots._holders
         assert (speculation.proposer is not None) == self._proposes, "proposing was given up"
-        left["promised"] = getattr(speculation.proposer, "_promised", None)
+        left["drafts without tokens"] = getattr(speculation.proposer, "_pending", None)
         assert {name: found for name, found in left.items() if found} == {}

@@ -87,6 +87,9 @@ class EnsembleRun:
         # Queued executions by step, limited by max_inflight.
         self._waiting: dict[int, deque[tuple[Scope, dict[str, Tensor]]]] = {}
         self._num_responses = 0
+        self._unsent: list[
+            InferenceResponse
+        ] = []  # of a decoupled ensemble, until it is known which one is the last
         self._compute = (0, 0, 0)  # compute input, infer and output durations of the steps, in ns
         # Nesting depth of `_processing`: a step can respond while another step is being started.
         self._depth = 0
@@ -115,6 +118,7 @@ class EnsembleRun:
         finally:
             self._depth -= 1
         if not self._depth:
+            self._send_responses()
             self._end_if_done()
 
     def _advance(self, scope: Scope, steps: list[Step]) -> None:
@@ -155,8 +159,7 @@ class EnsembleRun:
 
         def receive(response: InferenceResponse) -> None:
             with self._processing():
-                if response.error is not None:
-                    raise response.error
+                response.raise_error()
                 if response.final:
                     self._add_durations(stream)
                 if response.outputs and not self._stream.closed:
@@ -202,6 +205,8 @@ class EnsembleRun:
             sequence_start=source.sequence_start,
             sequence_end=source.sequence_end,
             trace=self._stream.trace,
+            client="",
+            backlog=self._stream.backlog,
         )
 
     def _shaped(self, tensor: Tensor, dims: Shape, batches: bool) -> npt.NDArray[Any]:
@@ -256,10 +261,11 @@ class EnsembleRun:
             return
         scope.close()
         self._num_responses += 1
-        self._stream.send(
-            InferenceResponse("", "", outputs=outputs, parameters=self._parameters()),
-            final=not self._decoupled,
-        )
+        response = InferenceResponse("", "", outputs=outputs, parameters=self._parameters())
+        if self._decoupled:
+            self._unsent.append(response)
+        else:
+            self._stream.send(response, final=True)
 
     def _parameters(self) -> dict[str, ParameterValue]:
         """Return the response parameters, as in Triton's ensembles."""
@@ -269,6 +275,12 @@ class EnsembleRun:
             "sequence_start": request.sequence_start,
             "sequence_end": request.sequence_end,
         }
+
+    def _send_responses(self) -> None:
+        """Send the responses of a decoupled ensemble. If all steps have ended, the last one is the final response."""
+        unsent, self._unsent = self._unsent, []
+        for response in unsent:
+            self._stream.send(response, final=response is unsent[-1] and not self._streams)
 
     def _end_if_done(self) -> None:
         if self._streams or self._stream.closed:

@@ -45,6 +45,15 @@ _ACCEPTED_PER_POSITION = Family(
 )
 
 
+def _processor_family(name: str, help: str) -> Family:
+    return Family(f"neso_logits_processor_{name}_total", "counter", help, ("model", "version", "processor"))
+
+
+_PROCESSOR_ROWS = _processor_family("rows", "Rows of logits that a logits processor has processed.")
+_PROCESSOR_SECONDS = _processor_family("seconds", "Seconds spent in a logits processor.")
+_PROCESSOR_FAILURES = _processor_family("failures", "Rows of logits for which a logits processor raised.")
+
+
 def _trtllm_family(name: str, help: str, label: str) -> Family:
     return Family(name, "gauge", help, ("model", "version", label))
 
@@ -84,6 +93,7 @@ class EngineGauges:
         self._unwatch: list[Callable[[], None]] = []
         self._watch_vllm(info)
         self._watch_speculation(info)
+        self._watch_logits_processors(info)
         if iterations:
             self._watch_tensorrt_llm(info)
 
@@ -113,6 +123,16 @@ class EngineGauges:
         self._watch(_ACCEPTED_TOKENS, lambda s: s.drafts.accepted_tokens)
         for position in range(info.num_speculative_tokens):
             self._watch(_ACCEPTED_PER_POSITION, partial(_accepted_at, position), str(position))
+
+    def _watch_logits_processors(self, info: EngineInfo) -> None:
+        for name in info.logits_processors:
+            counters = (
+                (_PROCESSOR_ROWS, "rows"),
+                (_PROCESSOR_SECONDS, "seconds"),
+                (_PROCESSOR_FAILURES, "failures"),
+            )
+            for family, field in counters:
+                self._watch(family, partial(_processor_counter, name, field), name)
 
     def _watch_tensorrt_llm(self, info: EngineInfo) -> None:
         def watch_all(family: Family, reads: dict[str, Read]) -> None:
@@ -170,6 +190,11 @@ class EngineGauges:
 def _accepted_at(position: int, stats: EngineStats) -> float:
     accepted = stats.drafts.accepted_at
     return accepted[position] if position < len(accepted) else 0
+
+
+def _processor_counter(name: str, field: str, stats: EngineStats) -> float:
+    counters = stats.logits_processors.get(name)
+    return 0.0 if counters is None else float(getattr(counters, field))
 
 
 def _cache_usage(stats: EngineStats) -> float:

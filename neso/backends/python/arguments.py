@@ -43,5 +43,24 @@ def as_list(values: Iterable[Item], item_type: type[Item], name: str) -> list[It
     return items
 
 
+def as_parameters(values: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of the parameters of a request or response. Raises `TritonModelException` for invalid ones.
+
+    Values are str, int, float or bool; Triton does not accept float.
+    """
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise TritonModelException(f"Expect a dict of parameters, got {type(values)}")
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
+        if not isinstance(value, str | int | float):
+            raise TritonModelException(
+                f"Expect parameters values to have type bool/int/str, found type {type(value)}"
+            )
+    return dict(values)
+
+
 def _wrong_type(value: Any, name: str, expected: str) -> TypeError:
     return TypeError(f"{name} must be {expected}, got {type(value).__name__}")

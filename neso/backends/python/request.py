@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
-from neso.backends.python.arguments import as_integer, as_list, as_text
+from neso.backends.python.arguments import as_integer, as_list, as_parameters, as_text
 from neso.backends.python.errors import TritonError, TritonModelException
 from neso.backends.python.response import InferenceResponse, RequestTrace, Responder, ResponseSender
 from neso.backends.python.server_access import LoopCalls, ServerAccess, current_access, running_loop_calls
@@ -38,7 +38,7 @@ class InferenceRequest:
         timeout: int = 0,
         preferred_memory: PreferredMemory | None = None,
         trace: InferenceTrace | None = None,
-        parameters: Mapping[str, Any] | None = None,
+        parameters: dict[str, Any] | None = None,
     ) -> None:
         if requested_output_names is None:
             raise TypeError("requested_output_names must be a list, got NoneType")
@@ -57,7 +57,7 @@ class InferenceRequest:
         self._flags = as_integer(flags, "flags")
         self._timeout = as_integer(timeout, "timeout")
         self._trace = trace
-        self._parameters = dict(parameters or {})
+        self._parameters = as_parameters(parameters)
         self._responder: Responder | None = None
 
     @classmethod

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from neso.backends.python.arguments import as_list
+from neso.backends.python.arguments import as_list, as_parameters
 from neso.backends.python.errors import TritonError, TritonModelException
 from neso.backends.python.tensor import Tensor
 from neso.server.errors import InternalError, ServerError
@@ -34,7 +34,7 @@ class InferenceResponse:
             raise TypeError(f"error must be a pb_utils.TritonError, got {type(error).__name__}")
         self._output_tensors = as_list(output_tensors, Tensor, "output_tensors")
         self._error = error
-        self._parameters = _checked(parameters) if parameters else {}
+        self._parameters = as_parameters(parameters)
 
     def output_tensors(self) -> list[Tensor]:
         return self._output_tensors
@@ -48,16 +48,6 @@ class InferenceResponse:
     def parameters(self) -> str:
         """Return the response parameters as JSON."""
         return json.dumps(self._parameters)
-
-
-def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
-    for key, value in parameters.items():
-        if not isinstance(key, str) or not isinstance(value, str | int | float):
-            raise TritonModelException(
-                f"Expect parameters to have str keys and str, int, float or bool values, found '{key}': "
-                f"{type(value).__name__}"
-            )
-    return dict(parameters)
 
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neso.backends.option_files import resolve_generation_config, resolve_relative
+from msgspec.structs import replace
+
+from neso.backends.option_files import resolve_generation_config, resolve_processors, resolve_relative
 from neso.backends.tensorrtllm.parameters import BY_NAME, DECODING_MODES, is_unset
 from neso.engine.config import EngineConfig
 from neso.engine.core.scheduler_config import SchedulerConfig
@@ -75,9 +77,10 @@ class _Reader:
             engine = EngineConfig.from_options(str(model), self._options)
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
+        processors = resolve_processors(engine.logits_processors, *self._places)
         prefetch = self._values.get("lora_prefetch_dir")
         return Settings(
-            engine,
+            replace(engine, logits_processors=processors),
             max_beam_width=self._values.get("max_beam_width", 1),
             exclude_input_in_output=self._values.get("exclude_input_in_output", False),
             decoding_mode=self._values.get("decoding_mode", "auto"),

@@ -46,6 +46,7 @@ INPUTS: tuple[TensorField, ...] = (
     *_ragged("TYPE_FP16", (-1, -1), "lora_weights"),
     *_ragged("TYPE_INT32", (-1, 3), "lora_config"),
     *_ragged("TYPE_STRING", (1,), "guided_decoding_guide_type", "guided_decoding_guide"),
+    *_ragged("TYPE_STRING", (1,), "logits_post_processor_name"),
     *_ragged("TYPE_INT32", (-1,), "retention_token_range_starts", "retention_token_range_ends"),
     *_ragged("TYPE_INT32", (-1,), "retention_token_range_priorities", "retention_token_range_durations_ms"),
     *_ragged("TYPE_INT32", (1,), "retention_decode_priority", "retention_decode_duration_ms"),

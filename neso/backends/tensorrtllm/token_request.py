@@ -39,6 +39,7 @@ _SAMPLING = (
 
 _NAMES = {
     "length_penalty": "len_penalty",
+    "logits_processor": "logits_post_processor_name",
     "lora_name": "lora_task_id",
     "max_tokens": "request_output_len",
     "n": "num_return_sequences",
@@ -267,7 +268,7 @@ class RequestReader:
                 values[name.removesuffix("_list")] = read_words(name, row.array(name))
         if row.has("embedding_bias"):
             values["embedding_bias"] = row.array("embedding_bias")
-        for name in ("guided_decoding_guide_type", "guided_decoding_guide"):
+        for name in ("guided_decoding_guide_type", "guided_decoding_guide", "logits_post_processor_name"):
             if row.has(name):
                 values[name] = row.text(name)
         if "log_probs" in requested:

@@ -16,13 +16,28 @@ from neso.engine.core.request import InputEmbeddings, PromptImage
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.step import Step
+from neso.engine.core.step_plan import Int32Array, PlanPart
 
 logger = logging.getLogger(__name__)
 
 Float32Array = npt.NDArray[np.float32]
-Int32Array = npt.NDArray[np.int32]
 
 _DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingPlan(PlanPart):
+    """Embeddings of a step, for runners with "input_embeddings".
+
+    - positions int32[E]: flat positions, ascending, whose token embedding is replaced; the token id is a placeholder
+    - rows float32[E, hidden_size]
+    """
+
+    positions: Int32Array
+    rows: Float32Array
+
+
+NO_EMBEDDINGS = EmbeddingPlan(np.empty(0, np.int32), np.empty((0, 0), np.float32))
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +104,7 @@ class EmbeddingInputs(Addon):
 
     def prepare(self, step: Step, scheduler: Scheduler) -> Failures:
         failures: Failures = []
-        for scheduled in step.users(self):
+        for scheduled in step.users.get(self, ()):
             sequence = scheduled.sequence
             try:
                 sequence.addons[self].load(sequence.num_computed_tokens, scheduled.end)
@@ -100,12 +115,11 @@ class EmbeddingInputs(Addon):
 
     def extend(self, step: Step) -> None:
         positions, rows = [], []
-        for scheduled in step.users(self):
+        for scheduled in step.users[self]:
             first, embeddings = scheduled.sequence.num_computed_tokens, scheduled.sequence.addons[self]
             chosen = embeddings.between(first, scheduled.end)
             if chosen.start < chosen.stop:
                 positions.append(embeddings.positions[chosen] + np.int32(scheduled.query_start - first))
                 rows.append(embeddings.rows[chosen])
         if rows:
-            step.extensions["embedding_positions"] = np.concatenate(positions)
-            step.extensions["embeddings"] = np.concatenate(rows)
+            step.add_part(EmbeddingPlan(np.concatenate(positions), np.concatenate(rows)))

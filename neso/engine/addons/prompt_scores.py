@@ -31,11 +31,12 @@ class PromptScores(Addon):
     def admit(self, sequence: Sequence) -> None:
         if sequence.request.sampling.needs_prompt_scores and _num_scorable(sequence) > 0:
             sequence.addons[self] = 0
+            sequence.sync_only = True
             sequence.needs_every_position = True
 
     def extend(self, step: Step) -> None:
         found: list[_Rows] = []
-        for scheduled in step.users(self):
+        for scheduled in step.users[self]:
             sequence = scheduled.sequence
             # The prompt of a preempted sequence is recomputed, but not reported again.
             first = max(sequence.num_computed_tokens, sequence.addons[self])

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from neso.engine.addons.input_embeddings import EmbeddingInputs
+from neso.engine.addons.input_embeddings import EmbeddingInputs, EmbeddingPlan
 from neso.engine.addons.prompt_scores import PromptScores
 from neso.engine.beams.addon import BeamSearchAddon
 from neso.engine.core.addon import Addon
+from neso.engine.core.step_plan import PlanPart
 from neso.engine.guided.addon import GuidedDecodingAddon
+from neso.engine.logits_processors.addon import LogitsProcessors
+from neso.engine.lora.adapter import LoraPlan
 from neso.engine.lora.manager import LoraManager
 from neso.engine.pooling.addon import PoolingAddon
-from neso.engine.pooling.pooler import Pooler
+from neso.engine.pooling.pooler import Pooler, PoolingPlan
 from neso.engine.runners.base import Runner
+from neso.engine.spec_decode.draft import DraftTreePlan
 from neso.engine.spec_decode.speculator import SpeculativeDecoding
 from neso.engine.vision.image_encoder import ImageEncoder
+
+PLAN_PARTS: tuple[type[PlanPart], ...] = (LoraPlan, EmbeddingPlan, PoolingPlan, DraftTreePlan)
+"""Inputs of the add-ons in a step plan."""
 
 
 def standard_addons(
@@ -23,6 +30,7 @@ def standard_addons(
     lora: LoraManager | None = None,
     guided: GuidedDecodingAddon | None = None,
     speculation: SpeculativeDecoding | None = None,
+    processors: LogitsProcessors | None = None,
 ) -> list[Addon]:
     """Create all add-ons, in the order in which their hooks are called.
 
@@ -36,5 +44,6 @@ def standard_addons(
         PoolingAddon(runner, pooler),
         PromptScores(),
         BeamSearchAddon(),
+        processors or LogitsProcessors(),
         speculation or SpeculativeDecoding(),
     ]

@@ -62,7 +62,7 @@ class BeamSearchAddon(Addon):
 
     def extend(self, step: Step) -> None:
         rows = []
-        for scheduled in step.users(self):
+        for scheduled in step.users[self]:
             if scheduled.samples:
                 last = scheduled.query_start + scheduled.num_new_tokens - 1
                 rows.append((scheduled.sequence, step.add_logits_rows([last]).start))

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from neso.engine.client.input_processor import InputProcessor
@@ -137,7 +138,7 @@ class EngineClient:
     def dispatch(self, outputs: list[SequenceOutput]) -> None:
         """Process the outputs of a step and deliver them to their requests."""
         # The outputs of one request are adjacent: the scheduler keeps its sequences together.
-        for request_id, group in groupby(outputs, key=_request_id):
+        for request_id, group in groupby(outputs, key=attrgetter("request_id")):
             entry = self._requests.get(request_id)
             if entry is None:
                 continue
@@ -163,7 +164,3 @@ class EngineClient:
         changes, self._lora_changes = self._lora_changes, {}
         for done in changes.values():
             done(str(error))
-
-
-def _request_id(output: SequenceOutput) -> str:
-    return output.request_id

@@ -55,7 +55,7 @@ class InputProcessor:
         check_prompt_length(len(prompt), self._max_model_len)
         if request.lora is not None and not info.lora.enabled:
             raise InvalidParameter("lora_name", LORA_DISABLED)
-        bad_words = self._bad_word_sequences(params)
+        bad_words = self._bad_word_sequences(params) if params.bad_words else []
         check_sampling(params, bad_words, max_num_seqs=info.max_num_seqs, vocab_size=info.vocab_size)
         self._check_text_features(request)
         if request.queue_timeout_ms is not None and not request.queue_timeout_ms > 0:
@@ -91,6 +91,7 @@ class InputProcessor:
             images=images,
             draft=checked_draft(request, info.vocab_size),
             retention=request.retention,
+            queue_delay=request.queue_delay,
         )
 
     def process_pooling(self, request: PoolingRequest) -> EngineRequest:
@@ -103,6 +104,7 @@ class InputProcessor:
             sampling=_NO_SAMPLING,
             max_tokens=1,
             priority=request.priority,
+            queue_delay=request.queue_delay,
             pooling=params,
             # The identity of generation requests without a salt, so that both share cached prefixes.
             cache_identity=("",),

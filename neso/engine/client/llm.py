@@ -57,14 +57,20 @@ class LLM:
     >>> llm = LLM("path/to/checkpoint")
     >>> results = llm.generate(["Hello", "Hi"], SamplingParams(temperature=0, max_tokens=16))
 
+    `logits_processors` also takes callables: see `neso.engine.logits_processors.processor`.
+
     Raises `EngineError` if the model cannot be loaded, `ModelNotFound` if it does not exist. Not thread-safe.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         directory = resolve_model(model)
+        registered = dict(options.pop("logits_processors", {}))
+        processors = {name: value for name, value in registered.items() if not isinstance(value, str)}
+        if registered:
+            options["logits_processors"] = {n: v for n, v in registered.items() if n not in processors}
         config = EngineConfig.from_options(str(directory), options)
         self.tokenizer = load_engine_tokenizer(config)
-        self.core, self.info = load_engine(config)
+        self.core, self.info = load_engine(config, processors)
         images = open_image_prompt(directory, self.info.vision, config.max_image_pixels)
         self._client = EngineClient(self._send, self.info, self.tokenizer, images)
         self._service = EngineService(self.core, self._client.handle)

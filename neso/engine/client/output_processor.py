@@ -25,12 +25,11 @@ _PROMPT_CONTEXT = 8
 """Number of prompt tokens at the end that determine whether the output keeps the space before its first word."""
 
 
-def _check_error(output: SequenceOutput) -> None:
-    """Raises `InvalidParameter`, `EngineBusy` or `EngineError` if the engine failed the sequence."""
-    if output.finish_reason is FinishReason.ERROR:
-        if output.error_field:
-            raise InvalidParameter(output.error_field, output.error)
-        raise (EngineBusy if output.refused else EngineError)(output.error)
+def _error_of(output: SequenceOutput) -> Exception:
+    """Return the error of a sequence that the engine failed."""
+    if output.error_field:
+        return InvalidParameter(output.error_field, output.error)
+    return EngineBusy(output.error) if output.refused else EngineError(output.error)
 
 
 @dataclass(slots=True)
@@ -39,7 +38,6 @@ class _SequenceState:
 
     text: SequenceText
     stop_words: StopWordFilter | None = None
-    num_tokens: int = 0
     cumulative_logprob: float | None = None
     finished: bool = False
 
@@ -48,14 +46,16 @@ class _SequenceState:
 class RequestState:
     """Output state of a generation request in flight.
 
-    `stopped`: indices of sequences that were ended by a stop string in the last `process` call. The core still runs
-    them; the caller must abort them.
+    `finished`: whether all sequences are finished. `stopped`: indices of sequences that were ended by a stop string in
+    the last `process` call. The core still runs them; the caller must abort them.
     """
 
     request: EngineRequest
     tokenizer: EngineTokenizer
+    finished: bool = False
     stopped: list[int] = field(default_factory=list)
     _sequences: list[_SequenceState] = field(init=False)
+    _completion_tokens: int = 0
     _cached_tokens: int = 0
     _scheduled_ns: int = 0
     _preemptions: int = 0
@@ -90,11 +90,6 @@ class RequestState:
         )
         return _SequenceState(text, None if stop_words is None else StopWordFilter(stop_words))
 
-    @property
-    def finished(self) -> bool:
-        """Whether all sequences are finished."""
-        return all(sequence.finished for sequence in self._sequences)
-
     def process(self, outputs: list[SequenceOutput]) -> GenerationOutput | None:
         """Process the outputs of one step for this request; returns None if there is nothing to output yet.
 
@@ -104,7 +99,8 @@ class RequestState:
         self.stopped.clear()
         deltas = []
         for output in outputs:
-            _check_error(output)
+            if output.finish_reason is FinishReason.ERROR:
+                raise _error_of(output)
             self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
             self._scheduled_ns = self._scheduled_ns or output.scheduled_ns
             self._preemptions += output.preemptions
@@ -117,7 +113,7 @@ class RequestState:
             has_delta = output.token_ids or output.finish_reason is not None
             if has_delta and not self._sequences[output.index].finished:
                 deltas.append(self._delta(output))
-        finished = self.finished
+        self.finished = finished = all(sequence.finished for sequence in self._sequences)
         if self._best_of_deltas is not None:
             for delta in deltas:
                 self._best_of_deltas[delta.index].append(delta)
@@ -131,7 +127,7 @@ class RequestState:
             outputs=deltas,
             usage=Usage(
                 prompt_tokens=len(request.prompt_token_ids),
-                completion_tokens=sum(sequence.num_tokens for sequence in self._sequences),
+                completion_tokens=self._completion_tokens,
                 cached_tokens=self._cached_tokens,
                 draft_tokens=self._draft_tokens,
                 accepted_draft_tokens=self._accepted_draft_tokens,
@@ -140,14 +136,12 @@ class RequestState:
             num_sequences=request.sampling.n,
             prompt_token_ids=request.prompt_token_ids if first else [],
             prompt_logprobs=self._prompt_logprobs if first else None,
-            context_logits=self._take_context_logits() if first else None,
+            context_logits=self._take_context_logits() if first and self._context_logits else None,
             scheduled_ns=self._scheduled_ns if first else 0,
             preemptions=self._preemptions,
         )
 
-    def _take_context_logits(self) -> FloatRows | None:
-        if not self._context_logits:
-            return None
+    def _take_context_logits(self) -> FloatRows:
         rows, self._context_logits = b"".join(self._context_logits), []
         return _rows(rows, len(self.request.prompt_token_ids))
 
@@ -166,7 +160,7 @@ class RequestState:
             token_ids = token_ids[: max(0, update.num_tokens_kept - num_held)]
         elif finish_reason is not None:
             text += state.text.finish()
-        state.num_tokens += len(token_ids)
+        self._completion_tokens += len(token_ids)
         state.finished = finish_reason is not None
         entries = output.logprobs[: len(token_ids)]
         if output.cumulative_logprob is not None:
@@ -241,7 +235,8 @@ class PooledState:
         """Process the only output of the request. Raises `EngineError`, `EngineBusy`, `InvalidParameter`."""
         (output,) = outputs
         self.finished = True
-        _check_error(output)
+        if output.finish_reason is FinishReason.ERROR:
+            raise _error_of(output)
         return PooledOutput(
             request_id=output.request_id,
             values=np.frombuffer(output.pooled, np.float32),

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from neso.engine.core.request import PLACEHOLDER, InputEmbeddings, RequestDraft
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.sampling.limits import check_tokens
-from neso.generation import GenerationRequest, InvalidParameter
+from neso.generation import GenerationRequest, InvalidParameter, check_prompt_length
 
 MAX_DRAFT_TOKENS = 128
 """Maximum number of draft tokens of a request. Each costs a row of logits, and the first rejected one ends the
@@ -71,6 +71,7 @@ def insert_virtual_tokens(
         )
     if isinstance(request.prompt, str):
         token_ids = [*range(vocab_size, vocab_size + len(table)), *token_ids]
+    check_prompt_length(len(token_ids), info.max_model_len)  # before the table's rows are repeated
     ids = np.array(token_ids, np.int64)
     virtual = np.flatnonzero(ids >= vocab_size).astype(np.int32)
     indices = ids[virtual] - vocab_size

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from neso.engine.core.scheduler import Scheduler
     from neso.engine.core.sequence import Sequence
     from neso.engine.core.stats import StepCounts
-    from neso.engine.core.step import Step
+    from neso.engine.core.step import DraftTokens, Step
 
 
 class RequestError(ValueError):
@@ -62,6 +62,15 @@ class Addon:
     def stop(self, sequence: Sequence) -> None:
         """Called when a running sequence is preempted or released."""
 
+    def draft(self, sequence: Sequence, num_new_tokens: int) -> DraftTokens | None:
+        """Return draft tokens that follow the known tokens of a sequence, of which a step computes the last.
+
+        The step computes all or the first of them. Their tokens may be set until `extend`, their number is final. They
+        count as computed once the add-on adds them to `num_computed_tokens`. Called only for sequences with state of an
+        add-on. `num_new_tokens`: number of known tokens in the step.
+        """
+        return None
+
     def has_work(self) -> bool:
         """Whether steps are needed to finish background work, even if no sequence waits for it."""
         return False
@@ -75,17 +84,19 @@ class Addon:
         """Provide the inputs of a scheduled step. Failed sequences are removed from the step."""
         return []
 
+    # Called only if a sequence of the step has state of this add-on.
+
     def extend(self, step: Step) -> None:
-        """Add logits rows and plan extensions. Must not change anything except the step."""
+        """Add logits rows and inputs for the runner (`PlanPart`). Must not change anything except the step."""
 
     def update(self, step: Step, logits: Any, scheduler: Scheduler) -> list[SequenceOutput]:
         """Process the results of a step. `logits` are the runner's, indexed by `step.logits_rows`."""
         return []
 
-    def observe(self, counts: StepCounts, seconds: float) -> None:
-        """Called with the duration of a step in seconds."""
-
     # -- monitoring ---------------------------------------------------------------------------------------------
+
+    def observe(self, counts: StepCounts, seconds: float) -> None:
+        """Called with the duration of every step in seconds."""
 
     def stats(self) -> dict[str, Any]:
         """Return fields of `EngineStats`."""

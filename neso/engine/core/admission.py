@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 import heapq
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Protocol
 
 from neso.engine.core.kv_manager import KVCacheManager
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import STATIC_BATCHING, BatchSchedulerPolicy, GptModelType
-from neso.engine.core.sequence import Sequence
+from neso.engine.core.sequence import Sequence, scheduling_order
 from neso.engine.core.stats import StaticBatchStats
 
 
@@ -20,8 +20,10 @@ class QueueFull(Exception):
     """The waiting queue has reached its limit."""
 
 
-class WaitingQueue:
+class WaitingQueue(list[Sequence]):
     """Waiting sequences, sorted by `Sequence.order`. Limits their number and the time they spend in the queue.
+
+    Changed only by `add` and `remove`.
 
     A request goes before higher-priority requests that arrive more than `ageing_seconds` later per priority level of
     difference. The order of two requests therefore never changes, and only requests that arrived within a bounded time
@@ -34,7 +36,7 @@ class WaitingQueue:
         ageing_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sequences: list[Sequence] = []
+        super().__init__()
         self._max_size = max_size
         self._ageing_seconds = ageing_seconds
         self._clock = clock
@@ -42,34 +44,28 @@ class WaitingQueue:
         # (deadline, sequence id), earliest first; entries that are not in `_limited` are stale.
         self._deadlines: list[tuple[float, int]] = []
 
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
-
-    def __getitem__(self, index: int) -> Sequence:
-        return self._sequences[index]
-
     @property
     def num_paused(self) -> int:
         """Number of preempted sequences."""
-        return sum(sequence.num_preemptions > 0 for sequence in self._sequences)
+        return sum(sequence.num_preemptions > 0 for sequence in self)
 
-    def rank(self, priority: int) -> float:
-        """Return the sort key of a request that arrives now; lower goes first."""
-        return self._clock() + priority * self._ageing_seconds if self._ageing_seconds else float(priority)
+    def rank(self, priority: int, delay: float = 0.0) -> float:
+        """Return the sort key of a request that arrives `delay` seconds after now; lower goes first.
+
+        Strict priorities have no arrival times: the delay then has no effect.
+        """
+        if not self._ageing_seconds:
+            return float(priority)
+        return self._clock() + delay + priority * self._ageing_seconds
 
     def check_room(self) -> None:
         """Check the queue's limit. Raises `QueueFull`."""
-        if self._max_size is not None and len(self._sequences) >= self._max_size:
-            raise QueueFull(
-                f"{len(self._sequences)} requests wait already, max_queue_size is {self._max_size}"
-            )
+        if self._max_size is not None and len(self) >= self._max_size:
+            raise QueueFull(f"{len(self)} requests wait already, max_queue_size is {self._max_size}")
 
     def add(self, sequence: Sequence) -> None:
         """Add a new or preempted sequence."""
-        bisect.insort(self._sequences, sequence, key=lambda s: s.order)
+        bisect.insort(self, sequence, key=scheduling_order)
         limit = sequence.request.queue_timeout_ms
         if limit is not None and not sequence.num_preemptions:
             self._limited[sequence.id] = sequence
@@ -77,7 +73,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that starts or ends."""
-        self._sequences.remove(sequence)
+        super().remove(sequence)
         if (
             self._limited.pop(sequence.id, None) is not None
             and len(self._deadlines) > 2 * len(self._limited) + 64

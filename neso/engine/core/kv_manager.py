@@ -102,16 +102,18 @@ class KVCacheManager:
         sequence.prefix_match = self.prefix_cache.match(
             sequence.cache_identity, sequence.cache_tokens, sequence.prefix_match
         )
-        found = self._affordable(sequence.prefix_match)
+        found = self._affordable(sequence.prefix_match) if sequence.prefix_match else []
         if not found:
             return
         sequence.cache_parent = found[-1].node
         sequence.num_cached_blocks = len(found)
         sequence.num_computed_tokens = len(found) * self.block_size
-        outside = self._outside_window(sequence)
+        outside = range(0)
+        if self._window is not None:
+            outside = self._window.blocks_outside_window(sequence.num_computed_tokens, self.block_size)
         sequence.num_window_freed_blocks = outside.stop if outside else 0
         wanted = [cached for i, cached in enumerate(found) if i not in outside]
-        sequence.block_table = self._hold(wanted)
+        sequence.block_table = self._acquire(wanted)
         sequence.block_table[outside.start : outside.start] = [NO_BLOCK] * len(outside)
         self._retain(sequence, range(len(found)))
 
@@ -125,7 +127,7 @@ class KVCacheManager:
                 left -= 1
         return found
 
-    def _hold(self, found: list[CachedBlock]) -> list[int]:
+    def _acquire(self, found: list[CachedBlock]) -> list[int]:
         """Take the blocks of a prefix; blocks on the host are loaded into new blocks."""
         # Take all blocks before the first is loaded, because an allocation may evict blocks to the host, or from it.
         on_host = {}
@@ -148,7 +150,8 @@ class KVCacheManager:
 
         Returns the block copies that must precede the writes of the step.
         """
-        self._free_outside_window(sequence)
+        if self._window is not None and not sequence.keeps_window:
+            self._free_outside_window(sequence, self._window)
         shared = self._writes_to_shared(sequence)
         # After a rejected draft, the table may have more blocks than needed.
         missing = max(0, self.blocks_for(num_tokens) - len(sequence.block_table))
@@ -176,7 +179,9 @@ class KVCacheManager:
             return
         size = self.block_size
         full = range(sequence.num_cached_blocks, sequence.num_computed_tokens // size)
-        token_ids = sequence.cache_tokens if full else []
+        if not full:
+            return
+        token_ids = sequence.cache_tokens
         for i in full:
             tokens = tuple(token_ids[i * size : (i + 1) * size])
             sequence.cache_parent = self.prefix_cache.insert(
@@ -202,7 +207,6 @@ class KVCacheManager:
         for block in reversed(_blocks(sequence)):
             self.pool.release(block, content_cached=block in self.prefix_cache)
         sequence.block_table = []
-        sequence.slot_copies = []
         sequence.num_computed_tokens = 0
         sequence.num_cached_blocks = 0
         sequence.num_window_freed_blocks = 0
@@ -220,18 +224,9 @@ class KVCacheManager:
             if sequence.num_computed_tokens > len(sequence.block_table) * self.block_size:
                 raise IntegrityError(f"sequence {sequence.id} has computed tokens beyond its block table")
 
-    def _outside_window(self, sequence: Sequence) -> range:
-        """Return the block-table indices outside the attention window."""
-        if self._window is None:
-            return range(0)
-        return self._window.blocks_outside_window(sequence.num_computed_tokens, self.block_size)
-
-    def _free_outside_window(self, sequence: Sequence) -> None:
+    def _free_outside_window(self, sequence: Sequence, window: AttentionWindow) -> None:
         """Release the blocks that are outside the attention window."""
-        # Pending slot copies within the sequence read these blocks.
-        if sequence.slot_copies:
-            return
-        outside = self._outside_window(sequence)
+        outside = window.blocks_outside_window(sequence.num_computed_tokens, self.block_size)
         # Blocks must be registered before they are freed. Accepted draft tokens are registered by the next step.
         end = min(outside.stop, sequence.num_cached_blocks) if self._caching else outside.stop
         for i in range(max(outside.start, sequence.num_window_freed_blocks), end):

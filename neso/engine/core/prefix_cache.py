@@ -75,10 +75,13 @@ class HostCache:
         self._free.append(host_block)
         self.stats.loaded_blocks += 1
 
-    def forget(self, key: Hashable) -> None:
-        """Drop a block if it is on the host, because the device has the same content."""
-        if key in self._kept:
-            self._free.append(self.take(key))
+    def drop(self, key: Hashable) -> int | None:
+        """Drop a block, because the device has the same content; returns its node, None if it is not on the host."""
+        if key not in self._kept:
+            return None
+        host_block, node = self._kept.pop(key)
+        self._free.append(host_block)
+        return node
 
     def take_transfers(self) -> list[BlockTransfer]:
         """Return the transfers for the next step."""
@@ -110,10 +113,6 @@ class PrefixCacheStats:
     queried_tokens: int = 0
     hit_tokens: int = 0
     evicted_blocks: int = 0
-
-    def record(self, queried: int, hit: int) -> None:
-        self.queried_tokens += queried
-        self.hit_tokens += hit
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +190,10 @@ class PrefixCache:
         known = self._cached.get(key)
         if known is not None:
             return known.node
-        node = self.host.node_of(key)
+        node = self.host.drop(key)
         if node is None:
             self._next_node += 1
             node = self._next_node
-        self.host.forget(key)
         self._register(key, node, block)
         return node
 

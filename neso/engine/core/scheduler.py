@@ -10,10 +10,10 @@ from neso.engine.core.addon import Addon, overriding
 from neso.engine.core.admission import StaticBatches, WaitingQueue, admission_policy
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.core.block_pool import IntegrityError
-from neso.engine.core.kv_manager import BlockCopy, KVCacheManager
+from neso.engine.core.kv_manager import KVCacheManager
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import SchedulerConfig
-from neso.engine.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from neso.engine.core.sequence import Sequence, SequenceGroup, SequenceStatus, scheduling_order
 from neso.engine.core.stats import StaticBatchStats
 from neso.engine.core.step import ScheduledSequence, Step
 
@@ -65,14 +65,15 @@ class Scheduler:
         self._on_admit, self._on_fork = overriding(addons, "admit"), overriding(addons, "fork")
         self._on_start, self._on_stop = overriding(addons, "start"), overriding(addons, "stop")
         self._on_release, self._gates = overriding(addons, "release"), overriding(addons, "can_start")
+        self._drafters = overriding(addons, "draft")
 
     # -- life of a sequence -------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest, *, sync_only: bool = False) -> Sequence:
         """Queue a request. `sync_only`: see `Sequence`.
 
-        Raises `ValueError` if its id is in use or it can never run, `RequestError` if an add-on rejects it, and
-        `QueueFull` if too many requests wait.
+        Raises `QueueFull` if too many requests wait, `RequestError` if an add-on rejects it, and `ValueError` if its id
+        is in use or it can never run.
         """
         if request.request_id in self._sequences_of:
             raise ValueError(f"request id '{request.request_id}' is in use")
@@ -81,23 +82,16 @@ class Scheduler:
             raise ValueError(
                 f"{num_sequences} sequences are requested, at most {self.config.max_num_seqs} can run"
             )
-        needed = self._blocks_at_most(request)
-        if needed > self.kv.pool.num_blocks:
-            longest = len(request.prompt_token_ids) + request.max_tokens
-            beams = f" for each of {request.sampling.beam_width} beams" if request.sampling.uses_beams else ""
-            raise ValueError(
-                f"prompt and max_tokens need {longest} tokens of KV cache{beams}, there are "
-                f"{self.kv.pool.num_blocks * self.config.block_size}"
-            )
         self.waiting.check_room()
         sequence = self._new_sequence(request, index=0, token_ids=list(request.prompt_token_ids))
-        sequence.rank = self.waiting.rank(request.priority)
+        sequence.rank = self.waiting.rank(request.priority, request.queue_delay)
         sequence.forks_pending = num_sequences - 1
         sequence.cache_identity = request.cache_identity
         self.waiting.add(sequence)
         try:
             for addon in self._on_admit:
                 addon.admit(sequence)
+            self._check_capacity(sequence)
         except Exception:
             sequence.sync_only = False
             self.release(sequence)
@@ -128,7 +122,7 @@ class Scheduler:
         self.num_sync_only += child.sync_only
         child.status = SequenceStatus.RUNNING
         self.kv.fork(parent, child)
-        bisect.insort(self.running, child, key=lambda s: s.order)
+        bisect.insort(self.running, child, key=scheduling_order)
         for addon in self._on_fork:
             addon.fork(parent, child)
         return child
@@ -189,9 +183,9 @@ class Scheduler:
         num_decoding = sum(sequence.num_uncomputed_tokens == 1 for sequence in self.running)
         limit = prefill_budget(num_decoding, len(self.running) - num_decoding + len(self.waiting))
         self._prefill_left = self.config.max_num_batched_tokens if limit is None else limit
-        preempted = self._schedule_running(step)
-        if not preempted:
-            self._schedule_waiting(step)
+        budget = self._schedule_running(step)
+        if budget and self.waiting:
+            self._schedule_waiting(step, budget)
         return step
 
     def advance(self, step: Step) -> None:
@@ -200,7 +194,6 @@ class Scheduler:
             sequence = scheduled.sequence
             if not sequence.released:
                 sequence.num_computed_tokens = scheduled.end - scheduled.num_draft_tokens
-                sequence.slot_copies = []
 
     def register(self, step: Step) -> None:
         """Record that a step succeeded: other sequences may use the blocks that it filled."""
@@ -215,7 +208,8 @@ class Scheduler:
         if self.num_sync_only != sum(sequence.sync_only for sequence in sequences):
             raise IntegrityError("num_sync_only does not match the sequences")
 
-    def _schedule_running(self, step: Step) -> bool:
+    def _schedule_running(self, step: Step) -> int:
+        """Return the remaining token budget: 0 if a sequence was preempted, so that none is started."""
         budget = self.config.max_num_batched_tokens
         preempted = False
         i = 0
@@ -223,24 +217,18 @@ class Scheduler:
             sequence = self.running[i]
             # Leave at least one token for every sequence behind, so that a long prompt does not stall decoding.
             behind = len(self.running) - i - 1
-            scheduled = self._allot(sequence, budget - behind)
+            scheduled = self._next_tokens(sequence, budget - behind)
             if scheduled.num_new_tokens == 0:
                 i += 1
-                continue
-            copies = self._grow(scheduled)
-            if copies is None:
+            elif self._add_to_step(scheduled, step):
+                budget -= scheduled.num_new_tokens
+                i += 1
+            else:
                 preempted = True
                 self._preempt(self.running[-1], step)
-                continue
-            step.scheduled.append(scheduled)
-            step.block_copies.extend(copies)
-            self._spend(scheduled)
-            budget -= scheduled.num_new_tokens
-            i += 1
-        return preempted
+        return 0 if preempted else budget
 
-    def _schedule_waiting(self, step: Step) -> None:
-        budget = self.config.max_num_batched_tokens - step.num_tokens
+    def _schedule_waiting(self, step: Step, budget: int) -> None:
         slots = self.config.max_num_seqs - sum(1 + sequence.forks_pending for sequence in self.running)
         position = 0
         while position < len(self.waiting) and budget > 0:
@@ -251,62 +239,63 @@ class Scheduler:
             if slots < 1 + sequence.forks_pending or not self._policy.considers(sequence):
                 break
             self.kv.attach_prefix(sequence)
-            scheduled = self._allot(sequence, budget)
-            copies = None
-            if scheduled.num_new_tokens and self._policy.admits(sequence, self.running):
-                copies = self._grow(scheduled)
-            if copies is None:
+            scheduled = self._next_tokens(sequence, budget)
+            admitted = scheduled.num_new_tokens and self._policy.admits(sequence, self.running)
+            if not (admitted and self._add_to_step(scheduled, step)):
                 self.kv.free(sequence)
                 break
             self._start(sequence)
-            step.scheduled.append(scheduled)
-            step.block_copies.extend(copies)
-            self._spend(scheduled)
             budget -= scheduled.num_new_tokens
             slots -= 1 + sequence.forks_pending
 
-    def _allot(self, sequence: Sequence, budget: int) -> ScheduledSequence:
+    def _next_tokens(self, sequence: Sequence, budget: int) -> ScheduledSequence:
         """Return the tokens of a sequence in this step; none if it must wait for a later step."""
         wanted = sequence.num_ready_tokens
         if wanted > 1:
             wanted = min(wanted, self._prefill_left)
         num_new = min(wanted, self.config.max_prefill_chunk, budget)
         scheduled = ScheduledSequence(sequence, num_new)
-        if sequence.draft is not None and num_new > 0 and scheduled.samples:
-            # The root of a tree must be the first new token.
-            if sequence.draft.tree is not None and num_new > 1:
-                return scheduled
-            num_drafts = min(len(sequence.draft), budget - num_new)
-            scheduled.num_draft_tokens = self._policy.draft_tokens(sequence, num_new, num_drafts)
-            scheduled.num_new_tokens += scheduled.num_draft_tokens
+        if sequence.addons and num_new > 0 and scheduled.samples:
+            for addon in self._drafters:
+                draft = addon.draft(sequence, num_new)
+                if draft is not None:
+                    num_drafts = min(len(draft), budget - num_new)
+                    scheduled.draft = draft
+                    scheduled.num_draft_tokens = self._policy.draft_tokens(sequence, num_new, num_drafts)
+                    scheduled.num_new_tokens += scheduled.num_draft_tokens
+                    break
         return scheduled
 
-    def _grow(self, scheduled: ScheduledSequence) -> list[BlockCopy] | None:
-        """Allocate the blocks of a scheduled sequence, without its draft if needed.
+    def _add_to_step(self, scheduled: ScheduledSequence, step: Step) -> bool:
+        """Allocate the blocks of a scheduled sequence, without its draft if needed, and add it to the step.
 
-        Returns None if there are too few blocks.
+        Returns False if there are too few blocks.
         """
         copies = self.kv.try_grow(scheduled.sequence, scheduled.end)
         if copies is None and scheduled.num_draft_tokens:
             scheduled.drop_drafts()
             copies = self.kv.try_grow(scheduled.sequence, scheduled.end)
-        return copies
-
-    def _spend(self, scheduled: ScheduledSequence) -> None:
+        if copies is None:
+            return False
+        step.scheduled.append(scheduled)
+        step.block_copies.extend(copies)
         if scheduled.sequence.num_uncomputed_tokens > 1:
             self._prefill_left -= scheduled.num_new_tokens - scheduled.num_draft_tokens
+        return True
 
     def _start(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
         sequence.status = SequenceStatus.RUNNING
         sequence.prefix_match = []
-        bisect.insort(self.running, sequence, key=lambda s: s.order)
+        bisect.insort(self.running, sequence, key=scheduling_order)
         for addon in self._on_start:
             addon.start(sequence)
         if not sequence.num_preemptions:
             sequence.scheduled_ns = time.monotonic_ns()
             sequence.num_cached_tokens = sequence.num_computed_tokens
-            self.kv.prefix_cache.stats.record(sequence.num_tokens, sequence.num_computed_tokens)
+            stats = self.kv.prefix_cache.stats
+            stats.queried_tokens += sequence.num_tokens
+            stats.hit_tokens += sequence.num_computed_tokens
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -335,15 +324,21 @@ class Scheduler:
         leader.forks_pending = group.size - 1
         return leader
 
-    def _blocks_at_most(self, request: EngineRequest) -> int:
-        """Return the number of blocks that a request needs when it runs alone."""
-        longest = len(request.prompt_token_ids) + request.max_tokens
-        shared = len(request.prompt_token_ids) // self.config.block_size
-        width = request.sampling.beam_width
-        # Beams share the prompt.
-        return min(
-            shared + (self.kv.blocks_for(longest) - shared) * width, self.kv.max_blocks_held(longest) * width
+    def _check_capacity(self, sequence: Sequence) -> None:
+        """Check that the cache can hold a sequence and its group when they run alone. Raises `ValueError`."""
+        longest = sequence.max_tokens
+        size = 1 if sequence.group is None else sequence.group.size
+        # A group shares the prompt.
+        shared = sequence.num_prompt_tokens // self.config.block_size
+        needed = min(
+            shared + (self.kv.blocks_for(longest) - shared) * size, self.kv.max_blocks_held(longest) * size
         )
+        if needed > self.kv.pool.num_blocks:
+            each = "" if size == 1 else f" for each of {size} sequences"
+            raise ValueError(
+                f"prompt and max_tokens need {longest} tokens of KV cache{each}, there are "
+                f"{self.kv.pool.num_blocks * self.config.block_size}"
+            )
 
     def _new_sequence(self, request: EngineRequest, index: int, token_ids: list[int]) -> Sequence:
         self._next_id += 1

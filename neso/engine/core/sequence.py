@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from neso.engine.core.draft import Draft
 from neso.engine.core.request import EngineRequest
 from neso.generation.output import FinishReason
 
 if TYPE_CHECKING:
+    from neso.engine.core.addon import RequestError
     from neso.engine.core.prefix_cache import CachedBlock
     from neso.engine.sampling.state import SamplingState
 
@@ -54,14 +55,13 @@ class Sequence:
     number at its position; see `StepPlan`.
 
     - arrival, rank: scheduling order, see `WaitingQueue`
+    - max_tokens: upper limit of prompt and output tokens
     - forks_pending: further sequences of the request (n > 1) that fork from this one when its prompt is computed
     - block_table: blocks in order of position; NO_BLOCK for those counted by `num_window_freed_blocks` (sinks stay)
     - num_cached_blocks: number of blocks registered in the prefix cache; cache_parent: cache node of the last of them;
       prefix_match: cached blocks found for a waiting sequence
     - num_cached_tokens: prompt tokens found in the prefix cache when the sequence first ran
     - scheduled_ns: time when it first ran, in ns of the monotonic clock
-    - draft: draft tokens, computed together with the last known token
-    - slot_copies: (from, to) positions whose keys and values the next step moves
     - sampling_state: random numbers and token counts of the sampler
 
     Set by add-ons:
@@ -72,6 +72,8 @@ class Sequence:
     - uses_sampler: False if an add-on takes the logits or hidden states of the last token
     - needs_every_position: prefix hits may not skip any position
     - sync_only: its steps need the tokens of the previous step, so execution does not overlap
+    - error: the sequence fails with it when its next token is selected
+    - keeps_window: blocks that leave the attention window are not freed, because the next step still reads them
     """
 
     id: int
@@ -92,8 +94,6 @@ class Sequence:
     prefix_match: list[CachedBlock] = field(default_factory=list)
     num_preemptions: int = 0
     scheduled_ns: int = 0
-    draft: Draft | None = None
-    slot_copies: list[tuple[int, int]] = field(default_factory=list)
     sampling_state: SamplingState | None = None
     addons: dict[object, Any] = field(default_factory=dict)
     group: SequenceGroup | None = None
@@ -101,39 +101,36 @@ class Sequence:
     uses_sampler: bool = True
     needs_every_position: bool = False
     sync_only: bool = False
+    keeps_window: bool = False
+    error: RequestError | None = None
+
+    num_prompt_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        self.max_tokens = self.num_prompt_tokens + self.request.max_tokens
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def max_tokens(self) -> int:
-        """Upper limit of prompt and output tokens."""
-        return len(self.request.prompt_token_ids) + self.request.max_tokens
-
-    @property
-    def at_limit(self) -> bool:
-        """Whether the sequence has all its tokens; the last one may not be known yet."""
-        return self.num_output_tokens >= self.request.max_tokens
-
-    @property
     def num_ready_tokens(self) -> int:
-        """Number of tokens that a step may compute now."""
-        if self.at_limit:
+        """Number of tokens that a step may compute now: none if it has all its tokens, the last maybe not known yet."""
+        if len(self.token_ids) >= self.max_tokens:
             return 0
-        return self.num_uncomputed_tokens if self.group is None else self.group.num_ready_tokens(self)
+        if self.group is not None:
+            return self.group.num_ready_tokens(self)
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def text_token_ids(self) -> list[int]:
@@ -156,22 +153,12 @@ class Sequence:
         return (self.rank, self.arrival, self.index)
 
     @property
-    def waiting(self) -> bool:
-        return self.status is SequenceStatus.WAITING
-
-    @property
     def released(self) -> bool:
         return self.status is SequenceStatus.RELEASED
 
-    def accept_drafts(self, path: list[int]) -> None:
-        """Count accepted draft tokens as computed; `path` has their indices in the draft, ascending.
 
-        Their keys and values follow those of the known tokens, in draft order. The next step moves tree nodes that are
-        not at their final position.
-        """
-        known = self.num_computed_tokens
-        self.num_computed_tokens += len(path)
-        self.slot_copies = [(known + node, known + place) for place, node in enumerate(path) if node != place]
+scheduling_order = attrgetter("order")
+"""Sort key of sequences."""
 
 
 def finish_reason(request: EngineRequest, token_ids: list[int], token_id: int) -> FinishReason | None:

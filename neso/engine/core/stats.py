@@ -81,6 +81,24 @@ _COUNTERS = (
 )
 
 
+class LogitsProcessorStats(msgspec.Struct, array_like=True):
+    """Counters of a logits processor: processed rows of logits, seconds, and rows for which it raised."""
+
+    rows: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+
+    def copy(self) -> LogitsProcessorStats:
+        """Return a snapshot."""
+        return LogitsProcessorStats(self.rows, self.seconds, self.failures)
+
+    def plus(self, other: LogitsProcessorStats) -> LogitsProcessorStats:
+        """Return the sums."""
+        return LogitsProcessorStats(
+            self.rows + other.rows, self.seconds + other.seconds, self.failures + other.failures
+        )
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges as of the last step, and counters since the start.
 
@@ -113,8 +131,14 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     device_memory: int = 0
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
     static_batch: StaticBatchStats = StaticBatchStats()
+    logits_processors: dict[str, LogitsProcessorStats] = {}
 
     def after(self, earlier: EngineStats) -> EngineStats:
         """Return these statistics with the counters of `earlier` added: those of an engine that was restarted."""
         counts = {name: getattr(self, name) + getattr(earlier, name) for name in _COUNTERS}
-        return msgspec.structs.replace(self, **counts, drafts=self.drafts.plus(earlier.drafts))
+        processors = dict(earlier.logits_processors)
+        for name, stats in self.logits_processors.items():
+            processors[name] = stats.plus(processors[name]) if name in processors else stats
+        return msgspec.structs.replace(
+            self, **counts, drafts=self.drafts.plus(earlier.drafts), logits_processors=processors
+        )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,20 +12,35 @@ from neso.engine.core.kv_manager import BlockCopy
 from neso.engine.core.prefix_cache import BlockTransfer
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.stats import StepCounts
-from neso.engine.core.step_plan import NO_TRANSFERS, Int32Array, StepPlan
+from neso.engine.core.step_plan import NO_TRANSFERS, Int32Array, PlanPart, StepPlan
+
+
+class DraftTokens(Protocol):
+    """Tokens proposed by an add-on to follow the known tokens of a sequence: a chain or the nodes of a tree."""
+
+    token_ids: list[int]
+
+    def __len__(self) -> int: ...
+
+    @property
+    def is_chain(self) -> bool: ...
+
+    def path(self, node: int) -> list[int]:
+        """Return the tokens from the root to a node, including the node; empty for the root, -1."""
 
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
     """A sequence in a step: computes `num_new_tokens` tokens, starting at `num_computed_tokens`.
 
-    The last `num_draft_tokens` of them are the first tokens of its draft. `query_start`: flat position of the first.
+    The last `num_draft_tokens` of them are the first tokens of `draft`. `query_start`: flat position of the first.
     """
 
     sequence: Sequence
     num_new_tokens: int
     num_draft_tokens: int = 0
     query_start: int = 0
+    draft: DraftTokens | None = None
 
     @property
     def end(self) -> int:
@@ -46,6 +61,7 @@ class ScheduledSequence:
         """Remove the draft tokens from the step."""
         self.num_new_tokens -= self.num_draft_tokens
         self.num_draft_tokens = 0
+        self.draft = None
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +72,7 @@ class Step:
     - sampled: sequences whose next tokens are sampled. Their logits rows come first: one row per sequence, plus one for
       each pending fork (the same position, repeated) or each draft token
     - logits_rows: flat positions whose logits are computed; add-ons append theirs with `add_logits_rows`
-    - extensions: fields of `StepPlan` provided by add-ons
+    - parts: `StepPlan.parts`, provided by add-ons
     - addon_data: data passed from an add-on's `extend` to its `update`
     """
 
@@ -66,7 +82,7 @@ class Step:
     sampled: list[ScheduledSequence] = field(default_factory=list)
     logits_rows: list[int] = field(default_factory=list)
     counts: StepCounts = field(default_factory=StepCounts)
-    extensions: dict[str, Any] = field(default_factory=dict)
+    parts: dict[type[PlanPart], PlanPart] = field(default_factory=dict)
     addon_data: dict[object, Any] = field(default_factory=dict)
     _users: dict[object, list[ScheduledSequence]] | None = None
 
@@ -75,17 +91,14 @@ class Step:
         return [scheduled.sequence for scheduled in self.scheduled]
 
     @property
-    def num_tokens(self) -> int:
-        return sum(scheduled.num_new_tokens for scheduled in self.scheduled)
-
-    def users(self, addon: object) -> list[ScheduledSequence]:
-        """Return the scheduled sequences that have state of an add-on."""
+    def users(self) -> Mapping[object, list[ScheduledSequence]]:
+        """The scheduled sequences that have state of an add-on, by add-on."""
         if self._users is None:
             self._users = {}
             for scheduled in self.scheduled:
                 for key in scheduled.sequence.addons:
                     self._users.setdefault(key, []).append(scheduled)
-        return self._users.get(addon, [])
+        return self._users
 
     def drop_released(self) -> None:
         """Remove sequences that were released after scheduling."""
@@ -121,34 +134,43 @@ class Step:
         self.logits_rows += positions
         return range(first, len(self.logits_rows))
 
+    def add_part(self, part: PlanPart) -> None:
+        """Add an add-on's inputs to the plan."""
+        self.parts[type(part)] = part
+
     def plan(self, number: int) -> StepPlan:
         """Create the arrays for the runner. At least one sequence must be scheduled."""
-        token_ids: list[int] = []
+        sequence_ids, token_ids, query_start, num_computed, tables = [], list[int](), [], [], []
         for scheduled in self.scheduled:
-            sequence, num_drafts = scheduled.sequence, scheduled.num_draft_tokens
-            token_ids += sequence.token_ids[sequence.num_computed_tokens : scheduled.end - num_drafts]
-            if num_drafts and sequence.draft is not None:
-                token_ids += sequence.draft.token_ids[:num_drafts]
-        sequences = self.sequences
+            sequence, computed = scheduled.sequence, scheduled.sequence.num_computed_tokens
+            sequence_ids.append(sequence.id)
+            query_start.append(len(token_ids))
+            num_computed.append(computed)
+            tables.append(sequence.block_table)
+            num_known = scheduled.num_new_tokens - scheduled.num_draft_tokens
+            token_ids += sequence.token_ids[computed : computed + num_known]
+            if scheduled.draft is not None:
+                token_ids += scheduled.draft.token_ids[: scheduled.num_draft_tokens]
+        query_start.append(len(token_ids))
         return StepPlan(
             step=number,
-            sequence_ids=np.array([sequence.id for sequence in sequences], np.int32),
+            sequence_ids=np.array(sequence_ids, np.int32),
             token_ids=np.array(token_ids, np.int32),
-            query_start=np.array([*(s.query_start for s in self.scheduled), len(token_ids)], np.int32),
-            num_computed=np.array([sequence.num_computed_tokens for sequence in sequences], np.int32),
-            block_tables=_block_tables(sequences),
+            query_start=np.array(query_start, np.int32),
+            num_computed=np.array(num_computed, np.int32),
+            block_tables=padded_block_tables(tables),
             block_copies=np.array(self.block_copies, np.int32).reshape(-1, 2),
             block_transfers=np.array(self.block_transfers, np.int32)
             if self.block_transfers
             else NO_TRANSFERS,
             logits_rows=np.array(self.logits_rows, np.int32),
-            **self.extensions,
+            parts=self.parts,
         )
 
 
-def _block_tables(sequences: list[Sequence]) -> Int32Array:
-    width = max(len(sequence.block_table) for sequence in sequences)
-    tables = np.full((len(sequences), width), -1, np.int32)
-    for row, sequence in zip(tables, sequences, strict=True):
-        row[: len(sequence.block_table)] = sequence.block_table
-    return tables
+def padded_block_tables(block_tables: list[list[int]]) -> Int32Array:
+    """Return `StepPlan.block_tables`."""
+    padded = np.full((len(block_tables), max(map(len, block_tables))), -1, np.int32)
+    for row, table in zip(padded, block_tables, strict=True):
+        row[: len(table)] = table
+    return padded

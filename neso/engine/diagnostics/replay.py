@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.addons.registry import PLAN_PARTS
 from neso.engine.config import EngineConfig
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout, Runner
@@ -67,7 +68,7 @@ def read_engine(folder: Path) -> RecordedEngine:
 def read_steps(folder: Path) -> Iterator[StepPlan]:
     """Read the steps of a recording, in order."""
     for path in sorted(folder.glob("step-*.npz")):
-        yield StepPlan.load(path)
+        yield StepPlan.load(path, PLAN_PARTS)
 
 
 Float32Array = npt.NDArray[np.float32]

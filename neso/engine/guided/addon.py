@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from neso.engine.core.addon import Addon, Failures, RequestError
-from neso.engine.core.draft import Draft
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence
-from neso.engine.core.step import Step
+from neso.engine.core.step import DraftTokens
 from neso.engine.guided.grammar import GrammarError, MatcherError
 from neso.engine.guided.grammar_matcher import CompiledGrammar, GrammarMatcher, MaskRows
 from neso.engine.sampling.token_sampling import RowMasks
@@ -41,12 +40,11 @@ class GrammarSource:
 
 @dataclass(slots=True, eq=False)
 class _GuidedSequence:
-    """State of a sequence. `grammar`: None while it is being compiled. `error`: computing a mask failed."""
+    """State of a sequence. `grammar`: None while it is being compiled."""
 
     compilation: Compilation
     grammar: CompiledGrammar | None = None
     matcher: GrammarMatcher | None = None
-    error: MatcherError | None = None
 
 
 class GuidedDecodingAddon(Addon):
@@ -83,6 +81,7 @@ class GuidedDecodingAddon(Addon):
         except GrammarError as error:
             raise RequestError(str(error), guided.field) from None
         sequence.addons[self] = state
+        sequence.sync_only = True
         if state.grammar is None:
             self._compiling.append(sequence)
 
@@ -121,16 +120,14 @@ class GuidedDecodingAddon(Addon):
     # -- tokens -------------------------------------------------------------------------------------------------
 
     def row_masks(
-        self, step: Step, sequences: list[Sequence], drafts: list[Draft | None], num_drafts: list[int]
+        self, sequences: list[Sequence], drafts: list[DraftTokens | None], num_drafts: list[int]
     ) -> RowMasks | None:
-        """Return masks of the step's logits rows, 1 + num_drafts[i] for sequence i; None if no row is masked.
+        """Return masks of the logits rows, 1 + num_drafts[i] for sequence i; None if no row is masked.
 
         Called after the model was launched, so masks are computed while a device runs the model. If computing a mask
-        fails, the sequence is not masked and `accept_token` raises. Rows after an invalid draft token are not masked,
+        fails, the sequence is not masked and ends with the error. Rows after an invalid draft token are not masked,
         because the token is rejected.
         """
-        if not step.users(self):
-            return None
         rows: list[int] = []
         masks: list[MaskRows] = []
         first = 0
@@ -143,25 +140,25 @@ class GuidedDecodingAddon(Addon):
         return RowMasks(np.array(rows, np.int32), np.concatenate(masks)) if rows else None
 
     def _masks_of(
-        self, sequence: Sequence, state: _GuidedSequence, draft: Draft | None, count: int
+        self, sequence: Sequence, state: _GuidedSequence, draft: DraftTokens | None, count: int
     ) -> MaskRows:
         matcher = _matcher(sequence, state)
         masks = np.zeros((1 + count, matcher.mask_width), np.int32)
         try:
             if draft is None:
                 matcher.fill(masks, 0)
-            elif draft.tree is None:
+            elif draft.is_chain:
                 masks[:] = -1
                 matcher.fill_after(draft.token_ids[:count], masks, 0)
             else:
                 masks[:] = -1
-                along = np.empty((1 + max(draft.tree.depths), matcher.mask_width), np.int32)
-                for node in range(-1, count):
-                    path = draft.path(node)
+                paths = [draft.path(node) for node in range(-1, count)]
+                along = np.empty((1 + max(map(len, paths)), matcher.mask_width), np.int32)
+                for node, path in enumerate(paths, start=-1):
                     if matcher.fill_after(path, along, 0) == 1 + len(path):
                         masks[1 + node] = along[len(path)]
         except MatcherError as error:
-            state.error = error
+            sequence.error = _request_error(sequence, error)
             masks[:] = -1
         return masks
 
@@ -173,8 +170,6 @@ class GuidedDecodingAddon(Addon):
         state: _GuidedSequence | None = sequence.addons.get(self)
         if state is None:
             return False
-        if state.error is not None:
-            raise _request_error(sequence, state.error)
         try:
             return not ends and _matcher(sequence, state).advance(token_id)
         except MatcherError as error:

@@ -50,12 +50,12 @@ class GrammarSandbox:
         """Check a grammar. Raises `GrammarError` if it is invalid or takes too long."""
         self.start()
         if not self._ready:
-            if self._ask(self._table, _START_TIMEOUT) is None:
+            if self._request(self._table, _START_TIMEOUT) is None:
                 self.close()
                 raise GrammarError("cannot be compiled: the process for it does not start")
             self._ready = True
         killed = threading.Event()
-        answer = self._ask(grammar.encode(), self._timeout, killed)
+        answer = self._request(grammar.encode(), self._timeout, killed)
         if answer is None:
             self.close()
             if killed.is_set():
@@ -76,7 +76,7 @@ class GrammarSandbox:
                         pipe.close()
             process.wait()
 
-    def _ask(self, message: bytes, timeout: float, killed: threading.Event | None = None) -> bytes | None:
+    def _request(self, message: bytes, timeout: float, killed: threading.Event | None = None) -> bytes | None:
         """Send a message and return the reply; None if the process has ended.
 
         The process is killed after the timeout.

@@ -74,24 +74,21 @@ class EngineService:
         if isinstance(command, InvalidCommand):
             return self._fail(command, f"the engine cannot read it: {command.error}")
         try:
-            return self._apply(command)
+            match command:
+                case Add(request):
+                    return self.core.add(request)
+                case Abort(request_id, index):
+                    self.core.abort(request_id, index)
+                case CheckIntegrity():
+                    self._emit(self._check_integrity())
+                case LoadLora() | UnloadLora():
+                    self._change_lora(command)
+            return []
         except Exception as error:
             logger.exception("a command failed: %s", type(command).__name__)
             return self._fail(command, f"the engine failed: {error}")
         finally:
             self._emit_lora_names()
-
-    def _apply(self, command: Command) -> list[SequenceOutput]:
-        match command:
-            case Add(request):
-                return self.core.add(request)
-            case Abort(request_id, index):
-                self.core.abort(request_id, index)
-            case CheckIntegrity():
-                self._emit(self._check_integrity())
-            case LoadLora() | UnloadLora():
-                self._change_lora(command)
-        return []
 
     def _fail(self, command: Command | InvalidCommand, message: str) -> list[SequenceOutput]:
         """Report a failed command to the sender."""

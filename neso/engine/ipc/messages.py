@@ -60,6 +60,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
 
     `hidden_size`: width of the token embeddings. `generates`: whether the model has an LM head. `pooling`, `vision`:
     None if not supported. `default_sampling`: see `LanguageModel`.
+    `logits_processors`: their names.
     """
 
     runner: str
@@ -81,6 +82,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     vision: VisionInfo | None = None
     num_speculative_tokens: int = 0
     default_sampling: SamplingDefaults = SamplingDefaults()
+    logits_processors: tuple[str, ...] = ()
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="failed"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from neso.engine.addons.registry import standard_addons
 from neso.engine.config import EngineConfig
@@ -15,6 +17,13 @@ from neso.engine.errors import EngineError
 from neso.engine.guided.addon import GrammarSource, GuidedDecodingAddon
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.load.cache_size import bytes_per_block, num_cache_blocks, num_host_blocks
+from neso.engine.logits_processors.addon import LogitsProcessors
+from neso.engine.logits_processors.processor import (
+    LogitsProcessor,
+    ProcessorContext,
+    ProcessorError,
+    load_processors,
+)
 from neso.engine.loop.engine_core import EngineCore
 from neso.engine.lora.config import LoraConfig
 from neso.engine.lora.startup import open_adapters
@@ -47,8 +56,11 @@ Core = EngineCore | EncoderCore
 """The core of a decoder or of an encoder."""
 
 
-def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
-    """Load the weights and allocate the KV cache. Raises `EngineError` with a message for the user."""
+def load_engine(config: EngineConfig, processors: Mapping[str, Any] | None = None) -> tuple[Core, EngineInfo]:
+    """Load the weights and allocate the KV cache. Raises `EngineError` with a message for the user.
+
+    `processors`: logits processors in addition to those that `config` names.
+    """
     started = time.perf_counter()
     try:
         pooler = read_pooler(Path(config.model), default="last")
@@ -78,8 +90,15 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
     if config.prepare_grammars:
         guided.prepare_compiler()
     lora = open_adapters(config.lora, runner)
+    logits_processors = _load_logits_processors(config, processors or {}, runner.vocab_size)
     addons = standard_addons(
-        runner, pooler=pooler, images=images, lora=lora, guided=guided, speculation=speculation
+        runner,
+        pooler=pooler,
+        images=images,
+        lora=lora,
+        guided=guided,
+        speculation=speculation,
+        processors=LogitsProcessors(logits_processors),
     )
     core = EngineCore(runner, config.scheduler, num_blocks, addons, host_blocks)
     if config.record_steps is not None:
@@ -107,8 +126,21 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
         pooling=_pooling_info(runner, pooler),
         num_speculative_tokens=config.speculation.num_places,
         default_sampling=default_sampling,
+        logits_processors=tuple(logits_processors),
     )
     return core, info
+
+
+def _load_logits_processors(
+    config: EngineConfig, processors: Mapping[str, Any], vocab_size: int
+) -> dict[str, LogitsProcessor]:
+    tokenizer = None if config.skip_tokenizer_init else config.tokenizer_path
+    try:
+        return load_processors(
+            {**config.logits_processors, **processors}, ProcessorContext.for_model(vocab_size, tokenizer)
+        )
+    except ProcessorError as error:
+        raise EngineError(str(error)) from error
 
 
 def _load_encoder(

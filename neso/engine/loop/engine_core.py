@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from neso.engine.core.addon import Addon, Failures, RequestError, overriding
+from neso.engine.core.addon import Addon, RequestError, overriding
 from neso.engine.core.admission import QueueFull
 from neso.engine.core.prefill_pacer import PrefillPacer
 from neso.engine.core.request import EngineRequest, SequenceOutput
@@ -88,14 +88,11 @@ class EngineCore:
         self._finished_at = 0.0
         self._background_workers = overriding(self.addons, "has_work")
         self._beginners = overriding(self.addons, "begin_step")
-        self._preparers, self._extenders = (
-            overriding(self.addons, "prepare"),
-            overriding(self.addons, "extend"),
-        )
-        self._updaters, self._observers = (
-            overriding(self.addons, "update"),
-            overriding(self.addons, "observe"),
-        )
+        self._preparers = overriding(self.addons, "prepare")
+        self._extenders = overriding(self.addons, "extend")
+        self._updaters = overriding(self.addons, "update")
+        self._observers = overriding(self.addons, "observe")
+        self._reporters = overriding(self.addons, "stats")
 
     def addon(self, kind: type[T]) -> T | None:
         """Return the add-on of a class; None if the engine does not have it."""
@@ -144,7 +141,8 @@ class EngineCore:
 
         If the runner can overlap steps, the step is only launched, and the outputs are those of the previous step.
         """
-        if self._can_overlap():
+        # A recorded plan must have its tokens.
+        if self._overlaps and not self.scheduler.num_sync_only and self.record is None:
             self._ongoing, outputs = self._overlapped_step(self._ongoing)
             return outputs
         last, self._ongoing = self._ongoing, None
@@ -193,20 +191,23 @@ class EngineCore:
         step = Step()
         try:
             for addon in self._beginners:
-                outputs += self._fail_each(addon.begin_step(self.scheduler))
+                for sequence, error in addon.begin_step(self.scheduler):
+                    outputs += self._fail([sequence], error)
             step = self.scheduler.schedule(self._pacer.budget)
-        except Exception as error:
-            return step, None, outputs + self._fail_step(step, error, _maybe_scheduled(self.scheduler))
+        except Exception as failure:
+            return step, None, outputs + self._fail_step(step, failure, _maybe_scheduled(self.scheduler))
         try:
             for addon in self._preparers:
-                if failures := addon.prepare(step, self.scheduler):
-                    outputs += self._fail_each(failures)
+                failures = addon.prepare(step, self.scheduler)
+                for sequence, error in failures:
+                    outputs += self._fail([sequence], error)
+                if failures:
                     step.drop_released()
             if not step.scheduled:
                 return step, None, outputs
             return step, self._plan(step), outputs
-        except Exception as error:
-            return step, None, outputs + self._fail_step(step, error, step.sequences)
+        except Exception as failure:
+            return step, None, outputs + self._fail_step(step, failure, step.sequences)
 
     def _plan(self, step: Step) -> StepPlan:
         """Lay out the step and create the plan for the runner."""
@@ -214,7 +215,8 @@ class EngineCore:
         step.block_transfers = self.scheduler.kv.prefix_cache.host.take_transfers()
         step.lay_out()
         for addon in self._extenders:
-            addon.extend(step)
+            if addon in step.users:
+                addon.extend(step)
         self._num_steps += 1
         self._counts = step.counts
         plan = step.plan(self._num_steps)
@@ -233,7 +235,8 @@ class EngineCore:
             self.scheduler.advance(step)
             self.scheduler.register(step)
             for addon in self._updaters:
-                outputs += addon.update(step, logits, self.scheduler)
+                if addon in step.users:
+                    outputs += addon.update(step, logits, self.scheduler)
             return outputs + self.selector.select(step, logits)
         except Exception as error:
             return self._fail_step(step, error, step.sequences)
@@ -261,10 +264,6 @@ class EngineCore:
             return outputs + self._fail_step(launched.step, error, _live(launched.step))
         return outputs
 
-    def _can_overlap(self) -> bool:
-        """Whether a step may start before the tokens of the previous step are known."""
-        return self._overlaps and not self.scheduler.num_sync_only and self.record is None
-
     def _observe(self, counts: StepCounts, seconds: float) -> None:
         self._pacer.observe(counts.num_decoding, counts.num_context_tokens, seconds)
         for addon in self._observers:
@@ -284,9 +283,6 @@ class EngineCore:
             message = f"the request has waited for queue_timeout_ms, {limit:g} ms"
             outputs += self._fail([sequence], RequestError(message), refused=True)
         return outputs
-
-    def _fail_each(self, failures: Failures) -> list[SequenceOutput]:
-        return [output for sequence, error in failures for output in self._fail([sequence], error)]
 
     def _fail_step(self, step: Step, error: Exception, sequences: Iterable[Sequence]) -> list[SequenceOutput]:
         """End the requests of a failed step."""
@@ -320,7 +316,9 @@ class EngineCore:
         scheduler, counts = self.scheduler, self._counts
         self._memory.refresh()
         prefix = scheduler.kv.prefix_cache
-        of_addons = {name: value for addon in self.addons for name, value in addon.stats().items()}
+        of_addons: dict[str, Any] = {}
+        for addon in self._reporters:
+            of_addons |= addon.stats()
         return EngineStats(
             step=self._num_steps,
             num_requests=scheduler.num_requests,

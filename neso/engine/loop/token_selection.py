@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from neso.engine.core.addon import Addon, RequestError
-from neso.engine.core.draft import Draft
-from neso.engine.core.request import SequenceOutput
+from neso.engine.core.request import PositionLogprobs, SequenceOutput
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence, finish_reason
-from neso.engine.core.step import Step
+from neso.engine.core.step import DraftTokens, Step
 from neso.engine.runners.base import Logits
 from neso.engine.sampling.sampler import SampledToken, Sampler
 from neso.engine.sampling.state import state_of
@@ -24,7 +23,7 @@ class TokenConstraint(Protocol):
     """An add-on that constrains the next tokens of sequences, such as guided decoding."""
 
     def row_masks(
-        self, step: Step, sequences: list[Sequence], drafts: list[Draft | None], num_drafts: list[int]
+        self, sequences: list[Sequence], drafts: list[DraftTokens | None], num_drafts: list[int]
     ) -> RowMasks | None:
         """Return masks of the logits rows: sequence i has 1 + num_drafts[i]. None if no row is masked."""
 
@@ -47,10 +46,14 @@ class DraftVerifier(Protocol):
         sampler: Sampler,
         logits: Logits,
         sequences: list[Sequence],
+        drafts: list[DraftTokens | None],
         num_drafts: list[int],
         masks: RowMasks | None,
-    ) -> list[tuple[list[SampledToken], list[int]]]:
-        """Return for each sequence its next tokens (at least one) and the indices of the accepted draft tokens."""
+    ) -> list[list[SampledToken]]:
+        """Return the next tokens of each sequence, at least one, and count the accepted draft tokens as computed.
+
+        All tokens but the last are accepted draft tokens. The first num_drafts[i] tokens of drafts[i] were computed.
+        """
 
 
 class TokenSelector:
@@ -70,20 +73,25 @@ class TokenSelector:
     def select(self, step: Step, logits: Logits) -> list[SequenceOutput]:
         """Sample tokens for every sequence that reached its last known token; their logits rows come first."""
         sequences: list[Sequence] = []
+        drafts: list[DraftTokens | None] = []
         num_drafts: list[int] = []
         for scheduled in step.sampled:
-            forks = self._scheduler.fork(scheduled.sequence) if scheduled.sequence.forks_pending else ()
-            sequences += (scheduled.sequence, *forks)
-            num_drafts += (scheduled.num_draft_tokens, *(0 for _ in forks))
+            sequences.append(scheduled.sequence)
+            drafts.append(scheduled.draft)
+            num_drafts.append(scheduled.num_draft_tokens)
+            if scheduled.sequence.forks_pending:
+                forks = self._scheduler.fork(scheduled.sequence)
+                sequences += forks
+                drafts += [None] * len(forks)
+                num_drafts += [0] * len(forks)
         masks = None
-        if self._constraint is not None:
-            drafts = [sequence.draft for sequence in sequences]
-            masks = self._constraint.row_masks(step, sequences, drafts, num_drafts)
+        if self._constraint is not None and self._constraint in step.users:
+            masks = self._constraint.row_masks(sequences, drafts, num_drafts)
         if self._verifier is not None and self._verifier.verifies(step):
-            verified = self._verifier.verify(self.sampler, logits, sequences, num_drafts, masks)
+            verified = self._verifier.verify(self.sampler, logits, sequences, drafts, num_drafts, masks)
             return [
-                self._append_verified(sequence, tokens, path, count)
-                for sequence, (tokens, path), count in zip(sequences, verified, num_drafts, strict=True)
+                self.append_tokens(sequence, sequence.num_tokens, tokens, count)
+                for sequence, tokens, count in zip(sequences, verified, num_drafts, strict=True)
             ]
         sampled = self.sampler.sample(logits, [state_of(sequence) for sequence in sequences], masks)
         return [
@@ -100,53 +108,53 @@ class TokenSelector:
         """
         request = sequence.request
         if tokens[0].token_id == INVALID_TOKEN:
-            self._scheduler.release(sequence)
-            message = "the model produced NaN logits, or no next token is allowed"
-            return SequenceOutput.failed(request.request_id, sequence.index, message)
+            error = RequestError("the model produced NaN logits, or no next token is allowed")
+            return self._fail(sequence, sequence.error or error)
+        if sequence.error is not None:
+            return self._fail(sequence, sequence.error)
         is_first = position == sequence.num_prompt_tokens
-        sequence.draft = None
         del sequence.token_ids[position:]
-        appended: list[SampledToken] = []
+        token_ids: list[int] = []
+        logprobs: list[PositionLogprobs] = []
+        logits = b""
         reason, end_token = None, None
         for token in tokens:
             reason = finish_reason(request, sequence.token_ids, token.token_id)
             sequence.token_ids.append(token.token_id)
-            appended.append(token)
+            token_ids.append(token.token_id)
+            if token.logprobs is not None:
+                logprobs.append(token.logprobs)
+            logits += token.logits
             end_token = token.token_id if reason is FinishReason.STOP else None
             if self._constraint is not None:
                 try:
                     if self._constraint.accept_token(sequence, token.token_id, ends=end_token is not None):
                         reason = FinishReason.STOP
                 except RequestError as error:
-                    self._scheduler.release(sequence)
-                    return SequenceOutput.failed(
-                        request.request_id, sequence.index, str(error), error_field=error.field
-                    )
+                    return self._fail(sequence, error)
             if reason is not None:
                 self._scheduler.release(sequence)
                 break
         return SequenceOutput(
             request_id=request.request_id,
             index=sequence.index,
-            token_ids=[token.token_id for token in appended],
+            token_ids=token_ids,
             finish_reason=reason,
             end_token_id=end_token if end_token in request.end_token_ids else None,
-            logprobs=[token.logprobs for token in appended if token.logprobs is not None],
-            generation_logits=b"".join(token.logits for token in appended),
+            logprobs=logprobs,
+            generation_logits=logits,
             cached_tokens=sequence.num_cached_tokens,
             scheduled_ns=sequence.scheduled_ns if is_first else 0,
             preemptions=sequence.num_preemptions if reason is not None else 0,
             draft_tokens=num_drafts,
-            accepted_draft_tokens=min(len(appended), len(tokens) - 1),
+            accepted_draft_tokens=min(len(token_ids), len(tokens) - 1),
         )
 
-    def _append_verified(
-        self, sequence: Sequence, tokens: list[SampledToken], path: list[int], num_drafts: int
-    ) -> SequenceOutput:
-        output = self.append_tokens(sequence, sequence.num_tokens, tokens, num_drafts)
-        if not sequence.released:
-            sequence.accept_drafts(path)
-        return output
+    def _fail(self, sequence: Sequence, error: RequestError) -> SequenceOutput:
+        self._scheduler.release(sequence)
+        return SequenceOutput.failed(
+            sequence.request.request_id, sequence.index, str(error), error_field=error.field
+        )
 
 
 def needs_sync_steps(params: SamplingParams) -> bool:
@@ -154,8 +162,6 @@ def needs_sync_steps(params: SamplingParams) -> bool:
     return bool(
         params.num_sequences > 1
         or params.needs_token_scores
-        or params.needs_prompt_scores
-        or params.guided_decoding is not None
         or params.repetition_penalty != 1.0
         or params.top_p_decay != 1.0
         or params.allowed_token_ids is not None

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.core.step_plan import Int32Array, PlanPart
 from neso.engine.lora.config import AdapterError
 from neso.engine.specs.decoder_spec import DecoderSpec, layer_shapes
 from neso.generation.request import LoraTensors
@@ -33,6 +34,13 @@ class LowRank:
     @property
     def rank(self) -> int:
         return len(self.a)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraPlan(PlanPart):
+    """Adapters of a step, for runners with "lora". slots int32[S]: the runner's slot of each sequence, -1 for none."""
+
+    slots: Int32Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from neso.engine.core.addon import Addon, Failures, RequestError
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.step import Step
-from neso.engine.lora.adapter import LoraAdapter, read_tensors
+from neso.engine.lora.adapter import LoraAdapter, LoraPlan, read_tensors
 from neso.engine.lora.adapter_cache import AdapterCache, CacheFull
 from neso.engine.lora.adapter_slots import AdapterSlots, AdapterUse
 from neso.engine.lora.config import AdapterError, LoraConfig
@@ -70,7 +70,7 @@ class LoraManager(Addon):
         self._loading: dict[int, Future[PackedAdapter]] = {}
         self._watchers: dict[int, list[Watch]] = {}
         self._candidates: dict[int, _Known] = {}  # by the version being loaded
-        self._refused_by_runner: list[int] = []  # versions whose slots must be freed
+        self._rejected_versions: list[int] = []  # versions whose slots must be freed
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lora-loader")
 
     # -- names --------------------------------------------------------------------------------------------------
@@ -168,9 +168,9 @@ class LoraManager(Addon):
     def begin_step(self, scheduler: Scheduler) -> Failures:
         """Finish loads. Fails the sequences whose adapter could not be loaded."""
         self.slots.begin_admission()
-        for version in self._refused_by_runner:
+        for version in self._rejected_versions:
             self.slots.vacate(version)
-        self._refused_by_runner = []
+        self._rejected_versions = []
         failures: Failures = []
         for loaded in self.take_loaded() if self._loading else ():
             if loaded.error is not None:
@@ -183,17 +183,14 @@ class LoraManager(Addon):
         """Load the adapters of the step into the runner. Fails the sequences whose adapter the runner rejects."""
         failures: Failures = []
         for version, error in self.fill_slots().items():
-            self._refused_by_runner.append(version)
+            self._rejected_versions.append(version)
             failure = RequestError(f"its adapter failed: {error}")
             failures += [(s, failure) for s in scheduler.running if self._version_of(s) == version]
         return failures
 
     def extend(self, step: Step) -> None:
-        if step.users(self):
-            uses = [sequence.addons.get(self) for sequence in step.sequences]
-            step.extensions["adapter_slots"] = np.array(
-                [-1 if use is None else use.slot for use in uses], np.int32
-            )
+        uses = [sequence.addons.get(self) for sequence in step.sequences]
+        step.add_part(LoraPlan(np.array([-1 if use is None else use.slot for use in uses], np.int32)))
 
     def check_integrity(self, scheduler: Scheduler) -> None:
         self.slots.check_integrity(s.addons[self] for s in scheduler.running if self in s.addons)

@@ -20,7 +20,7 @@ from neso.engine.weights.source import CheckpointError, is_float
 
 CONFIG_FILE = "adapter_config.json"
 # Each of these options changes the computation; it is null, false or empty in plain LoRA.
-_REFUSED = {
+_UNSUPPORTED = {
     "use_dora": "DoRA is not supported",
     "modules_to_save": "whole modules beside the low-rank changes (modules_to_save) are not supported",
     "use_qalora": "QA-LoRA is not supported",
@@ -52,7 +52,7 @@ class PeftConfig:
             values = read_json_object(path)
         except CheckpointError as error:
             raise AdapterError(str(error)) from None
-        _refuse(path, values)
+        _check_supported(path, values)
         try:
             return cls(
                 rank=msgspec.convert(values.get("r"), int),
@@ -74,13 +74,13 @@ class PeftConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _refuse(path: Path, values: dict[str, Any]) -> None:
+def _check_supported(path: Path, values: dict[str, Any]) -> None:
     kind = values.get("peft_type")
     if kind != "LORA":
         raise AdapterError(f"{path}: peft_type is {kind!r}, only LORA is supported")
     if values.get("bias", "none") != "none":
         raise AdapterError(f"{path}: bias is {values['bias']!r}, only 'none' is supported")
-    for name, reason in _REFUSED.items():
+    for name, reason in _UNSUPPORTED.items():
         if values.get(name):
             raise AdapterError(f"{path}: {reason}")
 

@@ -12,7 +12,7 @@ from neso.engine.core.request import SequenceOutput
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.step import Step
-from neso.engine.pooling.pooler import PooledSoFar, Pooler
+from neso.engine.pooling.pooler import PooledSoFar, Pooler, PoolingPlan
 from neso.engine.runners.base import Logits, Runner
 from neso.generation.output import FinishReason
 
@@ -46,7 +46,7 @@ class PoolingAddon(Addon):
     def extend(self, step: Step) -> None:
         flat_positions: list[int] = []
         found: list[_Rows] = []
-        for scheduled in step.users(self):
+        for scheduled in step.users[self]:
             sequence, pooled = scheduled.sequence, scheduled.sequence.addons[self]
             # The prompt of a preempted sequence is computed again, but no position is pooled twice.
             first = max(sequence.num_computed_tokens, pooled.num_tokens)
@@ -58,7 +58,7 @@ class PoolingAddon(Addon):
                 found.append(_Rows(sequence, start, len(flat_positions), scheduled.samples))
         if found:
             step.addon_data[self] = found
-            step.extensions["hidden_rows"] = np.array(flat_positions, np.int32)
+            step.add_part(PoolingPlan(np.array(flat_positions, np.int32)))
 
     def update(self, step: Step, logits: Logits, scheduler: Scheduler) -> list[SequenceOutput]:
         parts: list[_Rows] = step.addon_data.get(self, [])

@@ -8,9 +8,20 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.core.step_plan import Int32Array, PlanPart
 from neso.generation.pooling import PoolingKind, PoolingParams
 
 Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolingPlan(PlanPart):
+    """Rows of a step that are pooled, for runners with "hidden_states".
+
+    rows int32[H]: flat positions whose final hidden states are returned.
+    """
+
+    rows: Int32Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ Capability = Literal[
 ]
 """Optional features of a runner:
 
-- lora: several adapters in a batch
-- input_embeddings: embedding rows instead of token ids
-- tree_attention: draft tokens that form a tree
-- hidden_states: final hidden states besides logits
+- lora: several adapters in a batch (`LoraPlan`)
+- input_embeddings: embedding rows instead of token ids (`EmbeddingPlan`)
+- tree_attention: draft tokens that form a tree (`DraftTreePlan`)
+- hidden_states: final hidden states besides logits (`PoolingPlan`)
 - attention_sinks: first tokens that stay visible in sliding-window layers
 - host_cache: KV cache blocks offloaded to host memory
 """
@@ -128,7 +128,7 @@ class Runner(ABC):
     def hidden_states(self) -> Float32Array:
         """Return the final hidden states of the last step, float32[H, hidden_size].
 
-        Row i belongs to plan.hidden_rows[i]. For runners with "hidden_states". The caller may change rows until the
+        Row i belongs to `PoolingPlan.rows[i]`. For runners with "hidden_states". The caller may change rows until the
         next step.
         """
         raise NotImplementedError
@@ -184,7 +184,7 @@ class SpecRunner(Runner):
         raise NotImplementedError
 
     def set_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
-        """Set or remove the adapter of a slot (`StepPlan.adapter_slots`) from the next step on."""
+        """Set or remove the adapter of a slot (`LoraPlan.slots`) from the next step on."""
         raise NotImplementedError
 
 

@@ -104,10 +104,11 @@ class PagedAttention:
 
 
 class HeadProbe:
-    """Records the head shapes of each layer for one token, because config.json has no common field for them."""
+    """Records the head shapes and windows of each layer for one token: config.json has no common field for them."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, HeadShape] = {}
+        self.windows: set[int | None] = set()
 
     def __call__(
         self,
@@ -122,6 +123,7 @@ class HeadProbe:
         if layer in self.shapes:
             raise UnsupportedModel(f"layer {layer} attends more than once, which is not supported")
         self.shapes[layer] = HeadShape(keys.shape[1], keys.shape[2], values.shape[2])
+        self.windows.add(window)
         return torch.zeros(*queries.shape[:2], values.shape[2], dtype=values.dtype, device=values.device)
 
 
@@ -139,7 +141,7 @@ class TransformersRunner(DeviceRunner):
         self.vocab_size = int(config.vocab_size)
         self.max_position = int(config.max_position_embeddings)
         self.dtype = next(model.parameters()).dtype
-        self.heads = self._probe(int(config.num_hidden_layers))
+        self.heads = self._probe(int(config.num_hidden_layers), getattr(config, "sliding_window", None))
 
     @classmethod
     def open(
@@ -176,7 +178,14 @@ class TransformersRunner(DeviceRunner):
             )
         except UnsupportedModel:
             raise
-        except (OSError, ValueError, KeyError) as error:
+        except KeyError as error:
+            if error.args == (ATTENTION_NAME,):
+                raise UnsupportedModel(
+                    f"{config.model_type}: its implementation in transformers has attention classes of its own instead "
+                    "of the attention interface, which paged attention needs"
+                ) from None
+            raise CheckpointError(f"{source.directory}: transformers cannot load it: {error}") from error
+        except (OSError, ValueError) as error:
             # Further lines of these messages are hints on installing other versions.
             reason = str(error).partition("\n")[0]
             raise CheckpointError(f"{source.directory}: transformers cannot load it: {reason}") from error
@@ -197,10 +206,11 @@ class TransformersRunner(DeviceRunner):
         return logits.float()
 
     @torch.inference_mode()
-    def _probe(self, num_layers: int) -> list[HeadShape]:
-        """Return the head shapes of each layer.
+    def _probe(self, num_layers: int, window: int | None) -> list[HeadShape]:
+        """Return the head shapes of each layer. `window`: the config's sliding window.
 
-        Raises `UnsupportedModel` if layers have state other than keys and values.
+        Raises `UnsupportedModel` if layers have state other than keys and values, or if the window is applied by the
+        attention mask only, which paged attention does not get.
         """
         probe, one = HeadProbe(), torch.ones(1, 1, dtype=torch.long, device=self.device)
         with use_attention(probe):
@@ -209,6 +219,11 @@ class TransformersRunner(DeviceRunner):
             raise UnsupportedModel(
                 f"{type(self._model).__name__}: {len(probe.shapes)} of {num_layers} layers attend by transformers' "
                 "attention interface; all must"
+            )
+        if window is not None and window < self.max_position and probe.windows == {None}:
+            raise UnsupportedModel(
+                f"{type(self._model).__name__}: the sliding window of {window} tokens is part of the attention mask in "
+                "transformers, which is not supported for models run by transformers"
             )
         return [probe.shapes[layer] for layer in range(num_layers)]
 

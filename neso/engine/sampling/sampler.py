@@ -45,9 +45,8 @@ def sampling_batch(states: list[SamplingState], masks: RowMasks | None = None) -
 
     Draws a random number for each non-greedy sequence.
     """
-    uniforms = np.array([0.0 if state.params.greedy else state.uniform() for state in states])
-    top_p = [state.top_p for state in states]
-    return SamplingBatch.of([state.params for state in states], uniforms, masks, top_p)
+    rows = [(s.temperature, s.top_k, s.top_p, s.min_p, s.uniform() if s.temperature else 0.0) for s in states]
+    return SamplingBatch.of(rows, masks)
 
 
 class Sampler:
@@ -63,7 +62,7 @@ class Sampler:
         self, logits: Logits, states: list[SamplingState], masks: RowMasks | None = None
     ) -> list[SampledToken]:
         """Sample a token for each state from its row of float32[R, V] (which may be changed), and update the state."""
-        scored_rows = [i for i, state in enumerate(states) if state.wants_scores]
+        scored_rows = [i for i, state in enumerate(states) if state.needs_scores]
         raw = dict(zip(scored_rows, logits[scored_rows], strict=True)) if scored_rows else {}
         for i, state in enumerate(states):
             if state.changes_logits:
@@ -73,14 +72,15 @@ class Sampler:
         tokens = self._choose(logits, sampling_batch(states, masks)).tolist()
         sampled = []
         for i, (state, token) in enumerate(zip(states, tokens, strict=True)):
-            if i not in raw or token == INVALID_TOKEN:
+            if token == INVALID_TOKEN:
                 sampled.append(SampledToken(token))
                 continue
-            drawn_from = masked_row(logits, i, masks) if state.params.normalize_logprobs else None
-            sampled.append(scored(token, raw[i], state.params, drawn_from, state.top_p))
-        for state, token in zip(states, tokens, strict=True):
-            if token != INVALID_TOKEN:
-                state.record(token)
+            if i in raw:
+                drawn_from = masked_row(logits, i, masks) if state.params.normalize_logprobs else None
+                sampled.append(scored(token, raw[i], state.params, drawn_from, state.top_p))
+            else:
+                sampled.append(SampledToken(token))
+            state.record(token)
         return sampled
 
 

@@ -114,11 +114,14 @@ class SamplingState:
     on the other sequences of the batch nor on preemption.
 
     - output_counts: only if penalties need it
-    - top_p: of the next token
+    - temperature: 0 if greedy; top_p: of the next token
     - returned: unused random numbers of rejected drafts, used for the next tokens
     """
 
     params: SamplingParams
+    temperature: float
+    top_k: int
+    min_p: float
     uniforms: Iterator[float]
     suppressed_ids: tuple[int, ...]
     prompt_ids: frozenset[int]
@@ -127,7 +130,7 @@ class SamplingState:
     counts_tokens: bool
     tracks_tokens: bool
     always_changes_logits: bool
-    wants_scores: bool
+    needs_scores: bool
     top_p: float
     output_counts: dict[int, int] = field(default_factory=dict)
     num_output_tokens: int = 0
@@ -148,6 +151,9 @@ class SamplingState:
         bias = np.frombuffer(params.embedding_bias, np.float32) if params.embedding_bias else None
         return cls(
             params=params,
+            temperature=0.0 if params.greedy else params.temperature,
+            top_k=max(params.top_k, 0),
+            min_p=params.min_p,
             uniforms=_uniforms(params.seed, index),
             suppressed_ids=tuple(request.end_token_ids) if params.min_tokens else (),
             prompt_ids=frozenset(prompt) if penalized else frozenset(),
@@ -158,7 +164,7 @@ class SamplingState:
             always_changes_logits=bool(
                 counts_tokens or params.logit_bias or bias is not None or bans is not None
             ),
-            wants_scores=params.needs_token_scores,
+            needs_scores=params.needs_token_scores,
             top_p=params.top_p,
         )
 
@@ -166,7 +172,7 @@ class SamplingState:
         """Return the next random number, in [0, 1)."""
         return self.returned.popleft() if self.returned else next(self.uniforms)
 
-    def give_back(self, uniforms: list[float]) -> None:
+    def return_unused(self, uniforms: list[float]) -> None:
         """Return unused random numbers; they are used first by `uniform`."""
         self.returned.extendleft(reversed(uniforms))
 

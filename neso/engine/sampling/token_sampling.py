@@ -42,6 +42,10 @@ INVALID_TOKEN = -1
 """The token of a row whose logits contain NaN, or only -inf."""
 
 
+SamplingRow = tuple[float, int, float, float, float]
+"""temperature, top_k, top_p, min_p and random number of a row; see `SamplingBatch`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
     """Parameters for sampling a token from each of R rows; all arrays have shape [R].
@@ -58,20 +62,14 @@ class SamplingBatch:
     masks: RowMasks | None = None
 
     @classmethod
-    def of(
-        cls,
-        params: list[SamplingParams],
-        uniforms: npt.NDArray[np.float64],
-        masks: RowMasks | None = None,
-        top_p: list[float] | None = None,
-    ) -> SamplingBatch:
-        """Create a batch. `top_p`: current values, instead of those in `params`."""
+    def of(cls, rows: list[SamplingRow], masks: RowMasks | None = None) -> SamplingBatch:
+        columns = np.array(rows, np.float64).reshape(-1, 5).T
         return cls(
-            temperature=np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
-            top_k=np.array([max(p.top_k, 0) for p in params], np.int32),
-            top_p=np.array([p.top_p for p in params] if top_p is None else top_p, np.float32),
-            min_p=np.array([p.min_p for p in params], np.float32),
-            uniforms=uniforms,
+            temperature=columns[0].astype(np.float32),
+            top_k=columns[1].astype(np.int32),
+            top_p=columns[2].astype(np.float32),
+            min_p=columns[3].astype(np.float32),
+            uniforms=columns[4].copy(),
             masks=masks,
         )
 
@@ -157,9 +155,10 @@ def probabilities_of(
 
     `top_p` overrides the value in the parameters. Greedy requests get the distribution at temperature 1.
     """
-    draws = SamplingBatch.of([params], np.zeros(1), None, None if top_p is None else [top_p])
-    temperature = np.ones(1, np.float32) if params.greedy else draws.temperature
-    weights = exponentials(logits[None], temperature)
-    kept = filter_weights(weights, draws.top_k, draws.top_p, draws.min_p)[0].astype(np.float64)
-    normed: npt.NDArray[np.float64] = kept / kept.sum()
-    return normed
+    temperature = 1.0 if params.greedy else params.temperature
+    row = (temperature, max(params.top_k, 0), params.top_p if top_p is None else top_p, params.min_p, 0.0)
+    batch = SamplingBatch.of([row])
+    weights = exponentials(logits[None], batch.temperature)
+    kept = filter_weights(weights, batch.top_k, batch.top_p, batch.min_p)[0].astype(np.float64)
+    normalized: npt.NDArray[np.float64] = kept / kept.sum()
+    return normalized

@@ -58,13 +58,13 @@ class DraftLength:
         return 0
 
     def _best(self, num_decoding: int) -> int:
-        best, best_rate = 0, 1 / self._cost.at(num_decoding)
+        best, best_rate = 0, 1 / self._cost.predict(num_decoding)
         tokens = reached = 1.0
         for length, accepted in enumerate(self._accepted, 1):
             reached *= accepted
             tokens += reached
             rows = num_decoding * (1 + self._rows_of[length - 1])
-            seconds = self._cost.at(rows) + length * self._propose_seconds
+            seconds = self._cost.predict(rows) + length * self._propose_seconds
             rate = tokens / seconds
             if rate > best_rate:
                 best, best_rate = length, rate
@@ -100,7 +100,7 @@ class LineFit:
         self._squares = self._squares * _FORGET + rows * rows
         self._products = self._products * _FORGET + rows * seconds
 
-    def at(self, rows: int) -> float:
+    def predict(self, rows: int) -> float:
         """Return the expected seconds, greater than 0."""
         if not self._weight:
             return 1.0

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from neso.engine.core.draft import Draft
 from neso.engine.core.sequence import NO_BLOCK, Sequence
-from neso.engine.core.step import ScheduledSequence, Step
+from neso.engine.core.step import ScheduledSequence, Step, padded_block_tables
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout, Float32Array, Logits, Runner
 from neso.engine.sampling.state import SamplingState, state_of
 from neso.engine.sampling.token_sampling import SamplingBatch, probabilities_of
+from neso.engine.spec_decode.draft import Draft
 from neso.engine.spec_decode.speculator import Proposer
 from neso.engine.spec_decode.verification import draw_one
 
@@ -31,17 +31,17 @@ gets drafts in a later step.
 
 
 @dataclass(slots=True)
-class _Work:
+class _DraftInput:
     """New tokens of a sequence for the draft model, starting at a position.
 
-    `draft`: the draft to extend; None to only catch up.
+    `draft`: the draft to fill with `num_draft_tokens` tokens; None to only catch up.
     """
 
     sequence: Sequence
     start: int
     token_ids: list[int]
     draft: Draft | None = None
-    wanted: int = 0
+    num_draft_tokens: int = 0
     state: SamplingState | None = None
 
 
@@ -60,42 +60,43 @@ class DraftModelProposer(Proposer):
         self._vocab_size = vocab_size
         self._probabilistic = probabilistic
         self._steps = 0
-        self._promised: list[Sequence] = []
+        self._pending: dict[int, Draft] = {}  # drafts without tokens yet, by sequence id
 
     def propose(self, sequence: Sequence, max_tokens: int) -> Draft | None:
         max_tokens = min(max_tokens, self._runner.max_position - sequence.num_tokens)
         if max_tokens < 1:
             return None
-        self._promised.append(sequence)
-        return Draft([0] * max_tokens)
+        draft = self._pending[sequence.id] = Draft([0] * max_tokens)
+        return draft
 
     def complete(self, step: Step) -> None:
-        promised, self._promised = {sequence.id: sequence for sequence in self._promised}, []
+        pending, self._pending = self._pending, {}
         found = [self._catch_up(scheduled) for scheduled in step.scheduled]
         drafting = []
         for scheduled, item in zip(step.scheduled, found, strict=True):
-            if promised.pop(scheduled.sequence.id, None) is None:
+            draft = pending.pop(scheduled.sequence.id, None)
+            if draft is None:
                 continue
             reaches_end = item and item.start + len(item.token_ids) == scheduled.sequence.num_tokens
             if item is None or not reaches_end or not scheduled.num_draft_tokens:
                 scheduled.drop_drafts()
-                scheduled.sequence.draft = None
+                draft.token_ids = []
                 continue
-            item.draft, item.wanted = scheduled.sequence.draft, scheduled.num_draft_tokens
+            item.draft, item.num_draft_tokens = draft, scheduled.num_draft_tokens
             item.state = state_of(scheduled.sequence)
             drafting.append(item)
-        for sequence in promised.values():
-            sequence.draft = None
-        work = [item for item in found if item is not None]
+        for draft in pending.values():
+            draft.token_ids = []
+        inputs = [item for item in found if item is not None]
         # A step without prompts and drafts can be computed later, when the draft model catches up.
         computes = drafting or step.block_copies or not all(scheduled.decodes for scheduled in step.scheduled)
-        for item in work:
+        for item in inputs:
             end = item.start + (len(item.token_ids) if computes else 0)
             item.sequence.addons[self] = (item.sequence.num_preemptions, end)
-        if computes and work:
-            self._guess(work, drafting, step.block_copies)
+        if computes and inputs:
+            self._draft_tokens(inputs, drafting, step.block_copies)
 
-    def _catch_up(self, scheduled: ScheduledSequence) -> _Work | None:
+    def _catch_up(self, scheduled: ScheduledSequence) -> _DraftInput | None:
         """Return the tokens to compute so that the draft model reaches the model's position, without the draft.
 
         Returns None if its whole context is computed and the sequence is longer than that.
@@ -111,68 +112,70 @@ class DraftModelProposer(Proposer):
         end = min(end, longest)
         # Positions computed after the known tokens belong to rejected draft tokens.
         start = min(computed, end - 1)
-        if self._has_passed(sequence, start):
+        if self._needs_freed_block(sequence, start):
             start = max(start, min(sequence.num_computed_tokens, end - 1))
         end = min(end, start + MAX_CATCH_UP_TOKENS)
-        return _Work(sequence, start, sequence.token_ids[start:end])
+        return _DraftInput(sequence, start, sequence.token_ids[start:end])
 
-    def _has_passed(self, sequence: Sequence, position: int) -> bool:
-        """Whether blocks with keys that the draft model needs at `position` were freed because they left the window."""
+    def _needs_freed_block(self, sequence: Sequence, position: int) -> bool:
+        """Whether the draft model attends at `position` to blocks that were freed because they left the window."""
         window = self._runner.window
         if window is None:
             return False
         first = max(0, position - window.size + 1) // self._block_size
         return NO_BLOCK in sequence.block_table[first : position // self._block_size]
 
-    def _guess(self, work: list[_Work], drafting: list[_Work], copies: list[tuple[int, int]]) -> None:
+    def _draft_tokens(
+        self, inputs: list[_DraftInput], drafting: list[_DraftInput], copies: list[tuple[int, int]]
+    ) -> None:
         """Catch up, then draft one token at a time."""
         for item in drafting:
             assert item.draft is not None
             item.draft.token_ids = []
-        logits = self._step(work, [item.draft is not None for item in work], copies)
+        logits = self._step(inputs, [item.draft is not None for item in inputs], copies)
         while drafting:
             self._append_tokens(drafting, logits)
-            drafting = [item for item in drafting if item.draft and len(item.draft) < item.wanted]
+            drafting = [item for item in drafting if item.draft and len(item.draft) < item.num_draft_tokens]
             if drafting:
-                next_tokens = [self._next(item) for item in drafting]
-                logits = self._step(next_tokens, [True] * len(next_tokens), [])
+                next_inputs = [self._next_input(item) for item in drafting]
+                logits = self._step(next_inputs, [True] * len(next_inputs), [])
 
-    def _next(self, item: _Work) -> _Work:
+    def _next_input(self, item: _DraftInput) -> _DraftInput:
+        """Return the last draft token as input."""
         assert item.draft is not None
         position = item.sequence.num_tokens + len(item.draft) - 1
         item.sequence.addons[self] = (item.sequence.num_preemptions, position + 1)
-        return _Work(item.sequence, position, item.draft.token_ids[-1:])
+        return _DraftInput(item.sequence, position, item.draft.token_ids[-1:])
 
-    def _step(self, work: list[_Work], wanted: list[bool], copies: list[tuple[int, int]]) -> Logits:
-        """Compute the tokens; return the logits of the last token of each wanted item."""
+    def _step(
+        self, inputs: list[_DraftInput], needs_logits: list[bool], copies: list[tuple[int, int]]
+    ) -> Logits:
+        """Compute the tokens; return the logits of the last token of each input that needs them."""
         self._steps += 1
         # The vocabulary may have less padding than the model's.
-        token_ids = np.array([token for item in work for token in item.token_ids], np.int32)
-        query_start = np.cumsum([0, *(len(item.token_ids) for item in work)], dtype=np.int32)
-        tables = np.full((len(work), max(len(item.sequence.block_table) for item in work)), -1, np.int32)
-        for row, item in zip(tables, work, strict=True):
-            row[: len(item.sequence.block_table)] = item.sequence.block_table
+        token_ids = np.array([token for item in inputs for token in item.token_ids], np.int32)
+        query_start = np.cumsum([0, *(len(item.token_ids) for item in inputs)], dtype=np.int32)
         return self._runner.step(
             StepPlan(
                 step=self._steps,
-                sequence_ids=np.array([item.sequence.id for item in work], np.int32),
+                sequence_ids=np.array([item.sequence.id for item in inputs], np.int32),
                 token_ids=np.where(token_ids < self._runner.vocab_size, token_ids, 0),
                 query_start=query_start,
-                num_computed=np.array([item.start for item in work], np.int32),
-                block_tables=tables,
+                num_computed=np.array([item.start for item in inputs], np.int32),
+                block_tables=padded_block_tables([item.sequence.block_table for item in inputs]),
                 block_copies=np.array(copies, np.int32).reshape(-1, 2),
-                logits_rows=query_start[1:][np.array(wanted, bool)] - 1,
+                logits_rows=query_start[1:][np.array(needs_logits, bool)] - 1,
             )
         )
 
-    def _append_tokens(self, drafting: list[_Work], logits: Logits) -> None:
+    def _append_tokens(self, drafting: list[_DraftInput], logits: Logits) -> None:
         """Append one token to each draft, from its logits row."""
         count = len(drafting)
         zeros = np.zeros(count, np.float32)
-        most_likely = SamplingBatch(
+        greedy = SamplingBatch(
             zeros, np.zeros(count, np.int32), np.ones(count, np.float32), zeros, np.zeros(count)
         )
-        tokens = self._runner.choose(logits, most_likely)
+        tokens = self._runner.choose(logits, greedy)
         for row, (item, token) in enumerate(zip(drafting, tokens.tolist(), strict=True)):
             assert item.draft is not None and item.state is not None
             # A token outside the model's vocabulary, or INVALID_TOKEN from NaN logits, counts as a rejected draft
@@ -183,15 +186,15 @@ class DraftModelProposer(Proposer):
                 token = self._draw(item, token, logits[row])
             item.draft.token_ids.append(token)
 
-    def _draw(self, item: _Work, most_likely: int, logits: Float32Array) -> int:
+    def _draw(self, item: _DraftInput, most_likely: int, logits: Float32Array) -> int:
         """Sample a token with the request's parameters, and store the distribution in the draft."""
         assert item.draft is not None and item.state is not None
         if item.draft.probabilities is None:
-            item.draft.probabilities = np.zeros((item.wanted, self._vocab_size), np.float32)
-        kept = item.draft.probabilities[len(item.draft)]
-        known = logits[: self._vocab_size]
-        if np.isnan(known).any():
-            kept[most_likely] = 1.0
+            item.draft.probabilities = np.zeros((item.num_draft_tokens, self._vocab_size), np.float32)
+        probabilities = item.draft.probabilities[len(item.draft)]
+        logits = logits[: self._vocab_size]
+        if np.isnan(logits).any():
+            probabilities[most_likely] = 1.0
             return most_likely
-        kept[: len(known)] = probabilities_of(known, item.state.params)
-        return draw_one(kept, item.state.uniform())
+        probabilities[: len(logits)] = probabilities_of(logits, item.state.params)
+        return draw_one(probabilities, item.state.uniform())

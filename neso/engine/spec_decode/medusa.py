@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.core.draft import Draft, DraftTree
 from neso.engine.core.sequence import Sequence
 from neso.engine.runners.base import Runner
 from neso.engine.runners.numpy_layers import linear, silu
 from neso.engine.spec_decode.config import TreePath
+from neso.engine.spec_decode.draft import Draft, DraftTree
 from neso.engine.spec_decode.speculator import Proposer
 from neso.engine.spec_decode.verification import Verified
 from neso.engine.weights.safetensors_file import SafetensorsFile

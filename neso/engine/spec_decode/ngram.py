@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from neso.engine.core.draft import Draft
 from neso.engine.core.sequence import Sequence
+from neso.engine.spec_decode.draft import Draft
 from neso.engine.spec_decode.speculator import Proposer
 
 MAX_CANDIDATES = 16

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.core.draft import Draft
 from neso.engine.core.request import EngineRequest
 from neso.engine.sampling.token_sampling import probabilities_of
+from neso.engine.spec_decode.draft import Draft
 from neso.generation.sampling_params import SamplingParams
 
 

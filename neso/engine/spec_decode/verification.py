@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.core.draft import Draft
 from neso.engine.runners.base import Logits
 from neso.engine.sampling.sampler import SampledToken, Sampler, masked_row, scored
 from neso.engine.sampling.state import SamplingState
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, RowMasks, draw, probabilities_of
+from neso.engine.spec_decode.draft import Draft
 
 Probabilities = npt.NDArray[np.floating[Any]]
 
@@ -92,17 +92,17 @@ def verify(
         tokens = sampled[group.first : group.first + 1 + group.num_drafts]
         if group.draft is None or not group.num_drafts:
             result = Verified(tokens, row=group.first)
-        elif _wants_equality(group.draft, state):
-            result = _accept_equal(group, tokens)
+        elif _requires_equality(group.draft, state):
+            result = _accept_matching(group, tokens)
         else:
-            result = _accept_at_random(group, tokens, _masked_rows(group, logits, masks), state, raw)
+            result = _rejection_sample(group, tokens, _masked_rows(group, logits, masks), state, raw)
         if group.num_drafts:
-            _settle(group, state, result)
+            _record_tokens(group, state, result)
         verified.append(result)
     return verified
 
 
-def _wants_equality(draft: Draft, state: SamplingState) -> bool:
+def _requires_equality(draft: Draft, state: SamplingState) -> bool:
     """Whether tokens are compared for equality; always for greedy sequences, whatever proposed the draft."""
     return draft.acceptance_threshold is None and (draft.probabilities is None or state.params.greedy)
 
@@ -125,7 +125,7 @@ def _raw_rows(logits: Logits, groups: list[_Rows]) -> dict[int, FloatRow]:
     for group in groups:
         draft = group.draft
         state = group.states[0]
-        if draft is not None and state.wants_scores and not _wants_equality(draft, state):
+        if draft is not None and state.needs_scores and not _requires_equality(draft, state):
             for row in range(group.first, group.first + 1 + group.num_drafts):
                 raw[row] = np.array(logits[row])
     return raw
@@ -136,7 +136,7 @@ def _masked_rows(group: _Rows, logits: Logits, masks: RowMasks | None) -> list[F
     return [masked_row(logits, group.first + number, masks) for number in range(1 + group.num_drafts)]
 
 
-def _accept_equal(group: _Rows, tokens: list[SampledToken]) -> Verified:
+def _accept_matching(group: _Rows, tokens: list[SampledToken]) -> Verified:
     """Accept the draft tokens that equal the sampled ones."""
     assert group.draft is not None
     children: dict[tuple[int, int], int] = {}
@@ -157,7 +157,7 @@ def _accept_equal(group: _Rows, tokens: list[SampledToken]) -> Verified:
     return result
 
 
-def _accept_at_random(
+def _rejection_sample(
     group: _Rows,
     tokens: list[SampledToken],
     rows: list[FloatRow],
@@ -167,46 +167,50 @@ def _accept_at_random(
     """Accept draft tokens in order, each with its acceptance probability."""
     draft = group.draft
     assert draft is not None
-    tests = [state.uniform() for _ in range(group.num_drafts)]
-    kept: list[SampledToken] = []
+    acceptance_uniforms = [state.uniform() for _ in range(group.num_drafts)]
+    accepted_tokens: list[SampledToken] = []
     for number in range(group.num_drafts):
         row, token = group.first + number, draft.token_ids[number]
         if tokens[number].token_id == INVALID_TOKEN:
             break
         target = probabilities_of(rows[number], state.params, group.states[number].top_p)
-        accepted, instead = _test(draft, number, target, tests[number], group.uniforms[number])
+        accepted, replacement = _accept_or_replace(
+            draft, number, target, acceptance_uniforms[number], group.uniforms[number]
+        )
         if not accepted:
-            last = tokens[number] if instead is None else _with_logprobs(instead, group, number, raw, rows)
-            return Verified([*kept, last], list(range(number)), row)
-        kept.append(_with_logprobs(token, group, number, raw, rows))
+            last = tokens[number]
+            if replacement is not None:
+                last = _scored_token(replacement, group, number, raw, rows)
+            return Verified([*accepted_tokens, last], list(range(number)), row)
+        accepted_tokens.append(_scored_token(token, group, number, raw, rows))
     else:
         number = group.num_drafts
-    if tokens[number].token_id == INVALID_TOKEN and kept:
-        # As in _accept_equal: the result ends with an accepted token, and the invalid logits after it are computed
+    if tokens[number].token_id == INVALID_TOKEN and accepted_tokens:
+        # As in _accept_matching: the result ends with an accepted token, and the invalid logits after it are computed
         # again.
-        return Verified(kept, list(range(number - 1)), group.first + number - 1)
-    return Verified([*kept, tokens[number]], list(range(number)), group.first + number)
+        return Verified(accepted_tokens, list(range(number - 1)), group.first + number - 1)
+    return Verified([*accepted_tokens, tokens[number]], list(range(number)), group.first + number)
 
 
-def _test(
-    draft: Draft, number: int, target: Probabilities, test: float, uniform: float
+def _accept_or_replace(
+    draft: Draft, number: int, target: Probabilities, acceptance_uniform: float, uniform: float
 ) -> tuple[bool, int | None]:
     """Return whether a draft token is accepted, and if not, its replacement; None for the sampled token."""
     token = draft.token_ids[number]
     drafted = None if draft.probabilities is None else draft.probabilities[number]
-    drawn_with = 1.0 if drafted is None else float(drafted[token])
+    draft_probability = 1.0 if drafted is None else float(drafted[token])
     if draft.acceptance_threshold is not None:
         # A token with probability 0 is never accepted, even if its draft probability is tiny.
-        return bool(0 < target[token] >= draft.acceptance_threshold * drawn_with), None
+        return bool(0 < target[token] >= draft.acceptance_threshold * draft_probability), None
     assert drafted is not None
-    if test * drawn_with < target[token]:
+    if acceptance_uniform * draft_probability < target[token]:
         return True, None
-    rest = np.maximum(target - drafted, 0)
-    # If both distributions are equal, rounding may leave an empty rest.
-    return False, draw_one(rest if rest.any() else target, uniform)
+    residual = np.maximum(target - drafted, 0)
+    # If both distributions are equal, rounding may leave an empty residual.
+    return False, draw_one(residual if residual.any() else target, uniform)
 
 
-def _with_logprobs(
+def _scored_token(
     token: int, group: _Rows, number: int, raw: dict[int, FloatRow], rows: list[FloatRow]
 ) -> SampledToken:
     row = raw.get(group.first + number)
@@ -216,10 +220,10 @@ def _with_logprobs(
     return scored(token, row, state.params, rows[number], state.top_p)
 
 
-def _settle(group: _Rows, state: SamplingState, result: Verified) -> None:
+def _record_tokens(group: _Rows, state: SamplingState, result: Verified) -> None:
     """Count the new tokens, and return the random numbers of positions that were not reached."""
     for token in result.tokens:
         if token.token_id != INVALID_TOKEN:
             state.record(token.token_id)
     if not state.params.greedy:
-        state.give_back(group.uniforms[len(result.tokens) :])
+        state.return_unused(group.uniforms[len(result.tokens) :])

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from neso.engine.specs.config_reader import ConfigReader, UnsupportedModel
 from neso.engine.specs.decoder_spec import Activation
-from neso.engine.specs.rotary_spec import DynamicScaling, RotarySpec
+from neso.engine.specs.rotary_spec import RotarySpec, scaled_length
 
 # Hugging Face's activation names.
 ACTIVATIONS: dict[str, Activation] = {
@@ -88,13 +88,12 @@ def read_activation(config: ConfigReader, field: str = "hidden_act", default: st
 def read_rotary(config: ConfigReader, head_dim: int, default_length: int) -> tuple[RotarySpec, int]:
     """Return the rotary embedding, and the maximum sequence length in tokens.
 
-    The length is `max_position_embeddings`, except for dynamic scaling, where that field is the length before scaling.
+    The length is `max_position_embeddings`. With linear and dynamic scaling, that field is the length before scaling,
+    as in vLLM. With YaRN it is the length after scaling, or before it if it equals `original_max_position_embeddings`.
     """
     max_position = config.integer("max_position_embeddings", default_length)
     rotary = RotarySpec.from_config(config, head_dim, max_position)
-    if isinstance(rotary.scaling, DynamicScaling):
-        return rotary, int(max_position * rotary.scaling.factor)
-    return rotary, max_position
+    return rotary, scaled_length(rotary.scaling, max_position)
 
 
 def read_window_layers(config: ConfigReader, num_layers: int, period: int) -> tuple[bool, ...]:

@@ -92,7 +92,7 @@ def has_head(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint has an LM head; "MistralModel", for example, has only layers, for embeddings."""
     listed = config.get("architectures")
     name = str(listed[0]) if isinstance(listed, list) and listed else ""
-    return name in ARCHITECTURES or not name.endswith("Model")  # "GPT2LMHeadModel" is in ARCHITECTURES.
+    return name.endswith("LMHeadModel") or not name.endswith("Model")
 
 
 def is_embedding_model(checkpoint: Path | str) -> bool:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from neso.engine.specs.config_reader import ConfigReader, UnsupportedModel
 
+MAX_LENGTH = 2**31 - 1
+"""Positions have 32 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
@@ -70,6 +73,19 @@ class LongScaling:
 
 
 RotaryScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongScaling
+
+
+def scaled_length(scaling: RotaryScaling | None, max_position: int) -> int:
+    """Return the maximum sequence length in tokens of a model with `max_position_embeddings` `max_position`."""
+    if isinstance(scaling, (LinearScaling, DynamicScaling)):
+        return _length(max_position, scaling.factor)
+    if isinstance(scaling, YarnScaling):
+        return max(max_position, _length(scaling.original_max_position, scaling.factor))
+    return max_position
+
+
+def _length(original: int, factor: float) -> int:
+    return int(min(original * factor, MAX_LENGTH))
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,10 +46,23 @@ class Checkpoint(TensorSource):
         if not self.directory.is_dir():
             raise CheckpointError(f"{self.directory}: there is no such directory")
         self.config = read_json_object(self.directory / "config.json")
+        if "quantization_config" not in self.config and (found := self._separate_quantization()):
+            self.config["quantization_config"] = found
         generation = self.directory / "generation_config.json"
         self.generation_config = read_json_object(generation) if generation.exists() else {}
         self._format = checkpoint_format(self.config, str(self.directory / "config.json"))
         self._files = self._open_files()
+
+    def _separate_quantization(self) -> dict[str, Any]:
+        """Return `quantization_config` from the file of its own that AutoGPTQ and AutoAWQ used to write; {} without."""
+        gptq, awq = self.directory / "quantize_config.json", self.directory / "quant_config.json"
+        if gptq.exists():
+            return {"quant_method": "gptq", **read_json_object(gptq)}
+        if awq.exists():
+            values = read_json_object(awq)
+            names = {"w_bit": "bits", "q_group_size": "group_size"}
+            return {"quant_method": "awq", **{names.get(name, name): value for name, value in values.items()}}
+        return {}
 
     def names(self) -> Iterator[str]:
         """Return the names of all stored tensors."""

@@ -45,6 +45,7 @@ class ModelInfer:
                 header: Callable[[str], Any] = dict(call.invocation_metadata()).get
                 responder.trace = service.start_trace(model.name, header, received_ns, RECEIVE_STAMPS)
             request, output = read_infer_request(infer, service.shared_memory)
+            request.client, request.input_bytes = call.address, len(data)
             responder.shared = output.shared
             self._calls.add_pending(responder)
             call.on_cancel = responder.cancel
@@ -72,8 +73,7 @@ class _Responder:
         if self._call.done:
             return
         try:
-            if response.error is not None:
-                raise response.error
+            response.raise_error()
             reply = encode_response(response, self.shared)
         except Exception as error:
             self.fail(error)

@@ -200,9 +200,14 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         stream = InferStream(self._service, context)
         self.calls.on_stop(stream.drain)
         try:
-            await stream.run(messages)
+            error = await stream.run(messages)
         finally:
             self.calls.remove_on_stop(stream.drain)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
 
 
 def _read_unload_dependents(message: Any) -> bool:

@@ -41,7 +41,9 @@ PlainInfer = tuple[
 """Result of `parse_plain_infer`: id, inputs, outputs, `binary_by_default`."""
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-_HEADER_LENGTH = HEADER_LENGTH.lower().encode()
+HEADER_LENGTH_FIELD = HEADER_LENGTH.lower().encode()
+MAX_MEMBERS = 10_000
+"""Maximum number of inputs, of outputs and of parameters of a request."""
 _EMPTY = memoryview(b"")
 _MAX_DIGITS = 20  # digits of a length; int() raises for thousands of digits
 
@@ -64,7 +66,7 @@ def read_infer_request(
     """Decode a request whose body is not compressed. Raises `ServerError`."""
     text: bytes | memoryview
     text, binary = request.body, _EMPTY
-    if _HEADER_LENGTH in request.headers:
+    if HEADER_LENGTH_FIELD in request.headers:
         header_length = _header_length(request)
         if header_length == 0:
             return _read_raw(request.body, model, version), OutputFormat(default=True)
@@ -77,6 +79,7 @@ def read_infer_request(
         _read_plain(plain, inference, output_format, binary)
         return inference, output_format
     document = read_object(text)
+    _check_members(document)
     if "id" in document:
         inference.id = read_string("id", document["id"])
     if "parameters" in document:
@@ -91,10 +94,16 @@ def read_infer_request(
     return inference, output_format
 
 
+def _check_members(document: dict[str, Any]) -> None:
+    for name in ("inputs", "outputs", "parameters"):
+        members = document.get(name)
+        if isinstance(members, list | dict) and len(members) > MAX_MEMBERS:
+            raise InvalidArgument(f"'{name}' has {len(members)} members, at most {MAX_MEMBERS} are supported")
+
+
 def write_infer_response(response: InferenceResponse, output_format: OutputFormat) -> Response:
     """Encode a response. Raises its error, or `ServerError` for an output that the format cannot represent."""
-    if response.error is not None:
-        raise response.error
+    response.raise_error()
     binary, default = output_format.binary, output_format.default
     if not response.parameters and not output_format.shared:
         plain = write_plain_infer(
@@ -116,7 +125,8 @@ def _read_plain(
         if name in inference.inputs:
             raise _duplicate_input(name)
         datatype = DataType.parse(datatype_name, name)
-        element_count(shape, name)
+        if 0 in shape:
+            element_count(shape, name)  # checks the other extents
         if isinstance(content, bytearray):
             inference.inputs[name] = Tensor(name, datatype, np.ndarray(shape, datatype.dtype, content))
         elif isinstance(content, int):
@@ -136,7 +146,7 @@ def _read_plain(
 def _header_length(request: Request) -> int:
     """Return the length of the JSON at the start of the body, from the request header."""
     size = len(request.body)
-    value = request.headers[_HEADER_LENGTH].decode("latin-1")
+    value = request.headers[HEADER_LENGTH_FIELD].decode("latin-1")
     if not value.isascii() or not value.removeprefix("-").isdigit():
         raise InvalidArgument(f"Unable to parse {HEADER_LENGTH}, got: {value}")
     if len(value) > _MAX_DIGITS:

@@ -9,7 +9,12 @@ from collections.abc import Awaitable, Callable
 import orjson
 
 from neso.frontends.kserve.errors import STATUSES
-from neso.frontends.kserve.http_codec import OutputFormat, read_infer_request, write_infer_response
+from neso.frontends.kserve.http_codec import (
+    HEADER_LENGTH_FIELD,
+    OutputFormat,
+    read_infer_request,
+    write_infer_response,
+)
 from neso.frontends.kserve.http_compression import (
     ACCEPTED,
     IDENTITY,
@@ -27,12 +32,16 @@ from neso.frontends.transport.http1 import (
     Response,
     error_response,
 )
-from neso.server.errors import ServerError
+from neso.server.errors import Overloaded, ServerError
+from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream, SingleResponse
+from neso.server.model import Model
 from neso.server.tracing import Trace
 
 logger = logging.getLogger(__name__)
 
+LARGE_JSON = 1 << 20
+"""Bytes of JSON that are parsed in a thread, because parsing them takes tens of milliseconds."""
 PROTOCOL = "HTTP"  # part of the names of trace activities
 
 LOAD_FORMAT = b"endpoint-load-metrics-format"
@@ -47,6 +56,8 @@ AsyncEndpoint = Callable[[Request], Awaitable[HandlerResult]]
 
 def error_to_response(error: ServerError, headers: Headers = ()) -> Response:
     """Create the HTTP response for a server error."""
+    if isinstance(error, Overloaded):
+        headers = (*headers, ("retry-after", str(error.retry_after)))
     return error_response(STATUSES[error.code][0], error.message, headers)
 
 
@@ -60,11 +71,15 @@ class InferEndpoint:
     def infer(self, request: Request) -> PendingResponse | Awaitable[Response]:
         """Respond from the model's callback, without a task, unless headers of the request need `infer_async`."""
         headers = request.headers
-        if headers.get(b"accept-encoding", b"identity") != b"identity" or not headers.keys().isdisjoint(
-            _SLOW_HEADERS
+        if (
+            headers.get(b"accept-encoding", b"identity") != b"identity"
+            or not headers.keys().isdisjoint(_SLOW_HEADERS)
+            or _has_large_json(request)
         ):
             return self.infer_async(request)
-        stream, output_format = self._submit(request)
+        model, version = self._find_model(request)
+        inference, output_format = read_infer_request(request, model, version, self._service.shared_memory)
+        stream = self._submit(request, model, inference)
         pending = _PendingInfer(request, output_format)
         pending.on_disconnect = stream.cancel
         stream.consume(SingleResponse(pending.respond))
@@ -80,7 +95,13 @@ class InferEndpoint:
                 )
             except UnsupportedEncoding as error:
                 return error_to_response(error, ACCEPTED)
-        stream, output_format = self._submit(request)
+        model, version = self._find_model(request)
+        arguments = (request, model, version, self._service.shared_memory)
+        if _has_large_json(request):
+            inference, output_format = await asyncio.to_thread(read_infer_request, *arguments)
+        else:
+            inference, output_format = read_infer_request(*arguments)
+        stream = self._submit(request, model, inference)
         future: asyncio.Future[InferenceResponse] = asyncio.get_running_loop().create_future()
         stream.consume(
             SingleResponse(lambda response: None if future.done() else future.set_result(response))
@@ -95,14 +116,20 @@ class InferEndpoint:
         accepted = accepted_encoding(request.header("accept-encoding"))
         return response if accepted == IDENTITY else await asyncio.to_thread(compress, response, accepted)
 
-    def _submit(self, request: Request) -> tuple[ResponseStream, OutputFormat]:
-        """Read the request and submit it. Raises `ServerError`."""
-        service = self._service
+    def _find_model(self, request: Request) -> tuple[Model, str]:
+        """Return the model and the requested version. Raises `ServerError`."""
         version = request.params.get("version", "")
-        model = service.find_unary_model(request.params["model"], version, "HTTP end point")
-        inference, output_format = read_infer_request(request, model, version, service.shared_memory)
-        service.prepare(inference, request.header_items, request.trace)
-        return model.submit(inference), output_format
+        return self._service.find_unary_model(request.params["model"], version, "HTTP end point"), version
+
+    def _submit(self, request: Request, model: Model, inference: InferenceRequest) -> ResponseStream:
+        inference.client, inference.input_bytes = request.connection.address, len(request.body)
+        self._service.prepare(inference, request.header_items, request.trace)
+        return model.submit(inference)
+
+
+def _has_large_json(request: Request) -> bool:
+    """Whether a body is so much JSON that it is parsed in a thread. The JSON before binary tensors is small."""
+    return len(request.body) > LARGE_JSON and HEADER_LENGTH_FIELD not in request.headers
 
 
 class _PendingInfer(PendingResponse):

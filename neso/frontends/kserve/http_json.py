@@ -20,6 +20,8 @@ from neso.server.tensor import DataType, Tensor, element_count
 
 _INT64_MAX = (1 << 63) - 1
 _UINT64_MAX = (1 << 64) - 1
+MAX_CONTAINERS = 1_000_000
+"""Maximum number of arrays and objects of a body that is parsed in Python. Others are parsed by `neso._wire`."""
 _MAX_DEPTH = 100
 """Nesting of the lists of a tensor that is rejected, as in Triton."""
 _BINARY_ONLY = (DataType.FP16, DataType.BF16)
@@ -57,6 +59,8 @@ _ELEMENT_TYPES: dict[DataType, tuple[frozenset[type], str]] = {
 
 def read_json(body: bytes | memoryview) -> Any:
     """Parse JSON. Raises `InvalidArgument`."""
+    if len(body) > MAX_CONTAINERS:
+        _check_containers(bytes(body))
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -67,6 +71,18 @@ def read_json(body: bytes | memoryview) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also for integers of more than 4,300 digits
         raise InvalidArgument(_json_error(error)) from None
+
+
+def _check_containers(body: bytes) -> None:
+    """Raise `InvalidArgument` for more arrays and objects than can be parsed in half a second."""
+    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
+        return
+    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+    if outside.count(b"[") + outside.count(b"{") > MAX_CONTAINERS:
+        raise InvalidArgument(
+            f"request JSON has more than {MAX_CONTAINERS} arrays and objects. Please use flat arrays or the binary "
+            "data format"
+        )
 
 
 def read_object(body: bytes | memoryview) -> dict[str, Any]:

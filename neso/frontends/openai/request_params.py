@@ -57,6 +57,7 @@ _SAMPLING_FIELDS = (
     "beam_search_diversity_rate",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "logits_processor",
 )
 """Request fields with the same name and meaning in `SamplingParams`."""
 
@@ -67,7 +68,7 @@ _UNSUPPORTED = {
     "function_call": "use 'tool_choice' instead",
     "audio": "models of this server generate text only",
     "web_search_options": "the server does not search the web",
-    "logits_processors": "use 'logit_bias', 'allowed_token_ids' or guided decoding",
+    "logits_processors": "use 'logits_processor' with the name of one that is registered with the model",
     "kv_transfer_params": "the KV cache is not transferred to other servers",
     "vllm_xargs": "it is specific to vLLM",
     "return_context_logits": "use the KServe protocol",
@@ -82,6 +83,7 @@ _UNSUPPORTED = {
     "repeat_penalty": "use 'repetition_penalty'",
     "stop_sequences": "use 'stop'",
     "random_seed": "use 'seed'",
+    "logits_post_processor_name": "use 'logits_processor'",
     "bad_words_ids": "use 'bad_words'",
     "regex": "use 'guided_regex'",
     "ebnf": "use 'guided_grammar'",

@@ -109,6 +109,9 @@ class GenerationFields(BaseModel):
     )
     skip_special_tokens: bool | None = Field(None, description="Extension.")
     include_stop_str_in_output: bool | None = Field(None, description="Extension.")
+    logits_processor: str | None = Field(
+        None, description="Extension: name of a logits processor that is registered with the model."
+    )
     add_special_tokens: bool | None = Field(
         None, description="Extension: add the tokenizer's special tokens to the prompt."
     )

@@ -219,8 +219,27 @@ def test_responses_and_errors():
     error = pb_utils.TritonError("m", pb_utils.TritonError.UNAVAILABLE)
     assert (error.message(), error.code(), str(error)) == ("m", 4, "m")
     assert pb_utils.InferenceResponse(error=error).has_error()
-    with pytest.raises(pb_utils.TritonModelException):
-        pb_utils.InferenceResponse(parameters={"a": []})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({1: "a"}, "keys to have type str, found type <class 'int'>"),
+        ({"a": []}, "values to have type bool/int/str, found type <class 'list'>"),
+        ({"a": None}, "values to have type bool/int/str, found type <class 'NoneType'>"),
+        ([], "got <class 'list'>"),
+        ("a", "got <class 'str'>"),
+    ],
+)
+def test_invalid_parameters_are_rejected(parameters, message):
+    with pytest.raises(pb_utils.TritonModelException, match=message):
+        pb_utils.InferenceResponse(parameters=parameters)
+    with pytest.raises(pb_utils.TritonModelException, match=message):
+        pb_utils.InferenceRequest(**REQUEST, parameters=parameters)
+    valid = {"a": "b", "c": 1, "d": True, "e": 0.5}
+    assert pb_utils.InferenceResponse(parameters=valid).parameters() == (
+        '{"a": "b", "c": 1, "d": true, "e": 0.5}'
+    )
 
 
 def test_request_created_by_a_model():

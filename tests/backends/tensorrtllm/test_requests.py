@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from safetensors.numpy import save_file
 from test_bad_adapters import as_tensors
 from trtllm_repository import PROMPT
 
+from neso.backends.tensorrtllm.backend import MAX_WARNINGS
 from neso.engine.text.tokenizer import Tokenizer
 from neso.server.errors import ServerError
 
@@ -122,6 +124,18 @@ async def test_embedding_of_a_token_outside_the_vocabulary_is_zero(serve_model, 
     assert caplog.text.count("input_ids has tokens outside the vocabulary, their embeddings are zero") == 1
 
 
+async def test_long_prompt_of_tokens_outside_the_vocabulary_is_rejected_early(serve_model):
+    """Before a row of embeddings is made for each of its tokens."""
+    served = await serve_model()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ServerError, match="input_ids: "):
+            await served.tokens([VOCAB_SIZE] * 200_000)
+        assert tracemalloc.get_traced_memory()[1] < 30 * 2**20  # the rows would take 37 MiB
+    finally:
+        tracemalloc.stop()
+
+
 async def test_table_for_a_prompt_without_virtual_tokens_has_no_effect(serve_model, caplog, greedy):
     served = await serve_model()
     assert await served.tokens(prompt_embedding_table=np.ones((1, 2, 48), np.float16)) == greedy()
@@ -160,6 +174,8 @@ async def test_request_parameters_are_used_as_inputs(serve_model, caplog):
     for _ in range(2):
         await tokens(temprature=0.5)
     assert caplog.text.count("request parameter 'temprature' has no effect") == 1
+    await tokens(**{f"name{number}": 1 for number in range(2 * MAX_WARNINGS)})
+    assert caplog.text.count("has no effect") == MAX_WARNINGS
 
 
 async def test_both_names_of_the_length_penalty(serve_model):

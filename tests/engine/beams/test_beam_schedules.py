@@ -186,7 +186,7 @@ def test_a_group_too_large_for_the_cache_is_rejected():
     core = make_beam_core(num_blocks=10)
     assert core.add(make_request("fits", [1] * 8, 8, beam_width=4)) == []
     (output,) = core.add(make_request("does not", [1] * 8, 12, beam_width=4))
-    assert "each of 4 beams" in output.error
+    assert "each of 4 sequences" in output.error
     (output,) = core.add(make_request("wide", [1], 1, beam_width=13))
     assert "at most 12 can run" in output.error
 

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from neso.engine.core.attention_window import AttentionWindow
-from neso.engine.core.draft import MAX_TREE_NODES, Draft, DraftTree
 from neso.engine.core.kv_manager import KVCacheManager
 from neso.engine.core.request import RequestDraft
 from neso.engine.core.sequence import Sequence
+from neso.engine.spec_decode.draft import MAX_TREE_NODES, Draft, DraftTree
 from neso.engine.spec_decode.ngram import NgramProposer
 from neso.engine.spec_decode.speculator import Proposer
 from neso.generation import FinishReason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from fake_engine import expected_tokens, make_core, make_request, next_token, ru
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neso.engine.addons.registry import PLAN_PARTS
 from neso.engine.core.prefix_cache import PrefixCache
-from neso.engine.core.step_plan import StepPlan
+from neso.engine.core.step_plan import PlanPart, StepPlan
 from neso.generation import FinishReason
 
 prompts = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=24), min_size=1, max_size=10)
@@ -169,7 +171,7 @@ def test_end_token_and_min_tokens():
 @pytest.mark.parametrize(
     ("request_id", "options", "message"),
     [
-        ("big", {"prompt": [1] * 300, "max_tokens": 8}, "308 tokens of KV cache"),
+        ("big", {"prompt": [1] * 300, "max_tokens": 8, "prompt_logprobs": 0}, "308 tokens of KV cache"),
         ("many", {"prompt": [1], "n": 9}, "at most 8 can run"),
         ("twice", {"prompt": [1]}, "in use"),
     ],
@@ -180,6 +182,8 @@ def test_impossible_requests_are_rejected(request_id, options, message):
     (output,) = core.add(make_request(request_id, **options))
     assert output.finish_reason is FinishReason.ERROR
     assert message in output.error
+    assert core.scheduler.num_sync_only == 0
+    assert run(core) == {("twice", 0): expected_tokens([1], 8)}
 
 
 def test_failing_step_fails_only_its_requests(monkeypatch):
@@ -238,11 +242,38 @@ def test_step_plan_serialization_round_trip(tmp_path):
     plan = core.last_plan
     assert plan is not None
     plan.dump(tmp_path / "plan.npz")
-    loaded = StepPlan.load(tmp_path / "plan.npz")
+    loaded = StepPlan.load(tmp_path / "plan.npz", PLAN_PARTS)
     for name in StepPlan.__dataclass_fields__:
         assert np.array_equal(getattr(loaded, name), getattr(plan, name)), name
     with pytest.raises(ValueError, match="read-only"):
         plan.token_ids[0] = 1
+
+
+def test_inputs_of_all_addons_are_saved_with_a_plan(tmp_path):
+    core = make_core()
+    core.add(make_request("a", [1, 2, 3]))
+    core.step()
+    plan = core.last_plan
+    assert plan is not None and not plan.parts
+    for number, kind in enumerate(PLAN_PARTS):
+        arrays = [np.arange(6).reshape(2, 3) + number + i for i in range(len(fields(kind)))]
+        plan = plan.with_part(kind(*arrays))
+        with pytest.raises(ValueError, match="read-only"):
+            arrays[0][:] = 0
+    plan.dump(tmp_path / "plan.npz")
+    loaded = StepPlan.load(tmp_path / "plan.npz", PLAN_PARTS)
+    assert set(loaded.parts) == {*PLAN_PARTS}
+    for kind in PLAN_PARTS:
+        for entry in fields(kind):
+            assert np.array_equal(
+                getattr(loaded.part(kind), entry.name), getattr(plan.part(kind), entry.name)
+            )
+    with pytest.raises(KeyError, match="LoraPlan"):
+        StepPlan.load(tmp_path / "plan.npz", [])
+
+
+def test_every_addon_input_can_be_loaded():
+    assert {kind.__name__ for kind in PlanPart.__subclasses__()} == {kind.__name__ for kind in PLAN_PARTS}
 
 
 def test_a_step_starts_before_the_previous_tokens_are_known():

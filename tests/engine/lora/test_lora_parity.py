@@ -10,6 +10,7 @@ from peft_adapters import greedy_with, write_adapter
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
 from neso.engine.load.loader import load_engine
+from neso.engine.lora.adapter import LoraPlan
 from neso.generation import LoraRequest, SamplingParams
 
 MAX_TOKENS = 16
@@ -90,10 +91,8 @@ def test_tokens_equal_peft(model, schedule, runner):
             assert not output.error, output.error
             tokens[output.request_id] += output.token_ids
         core.check_integrity()
-        plan = core.last_plan
-        mixed += (
-            plan is not None and plan.adapter_slots is not None and len(set(plan.adapter_slots.tolist())) > 2
-        )
+        lora = None if core.last_plan is None else core.last_plan.part(LoraPlan)
+        mixed += lora is not None and len(set(lora.slots.tolist())) > 2
     assert tokens == {
         f"{name}/{i}": ids[: lengths[f"{name}/{i}"]]
         for name, results in expected.items()

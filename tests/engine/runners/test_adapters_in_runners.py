@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from plan_builder import PlanBuilder, oracle_logits, random_tokens, run
 
 import neso._native as _native
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.lora.adapter import LoraAdapter
+from neso.engine.lora.adapter import LoraAdapter, LoraPlan
 from neso.engine.lora.peft_checkpoint import read_peft_checkpoint
 from neso.engine.runners.base import Runner, SpecRunner
 from neso.engine.runners.registry import runner_class
@@ -92,7 +91,7 @@ def choose_isa(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_slots(plan: StepPlan, slots: list[int]) -> StepPlan:
-    return replace(plan, adapter_slots=np.array(slots, np.int32))
+    return plan.with_part(LoraPlan(np.array(slots, np.int32)))
 
 
 def mixed_logits(case: Case, runner: Runner, chunks: bool) -> dict[tuple[int, int], np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,11 @@ from checkpoints import load_oracle
 from plan_builder import PlanBuilder, oracle_logits, random_tokens, run_in_chunks
 
 import neso._native as _native
+from neso.engine.addons.input_embeddings import NO_EMBEDDINGS
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
+from neso.engine.spec_decode.draft import NO_SLOT_COPIES, NO_TREE, DraftTreePlan
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 
@@ -108,10 +109,15 @@ def float32(*shape: int) -> np.ndarray:
 def arguments_of(runner: NativeRunner, plan: StepPlan) -> dict[str, Any]:
     """The arguments that the runner passes to the decoder."""
     tables = runner._rotary.lookup(plan.positions()).values()
-    names = ("token_ids", "query_start", "num_computed", "block_tables", "block_copies", "slot_copies")
-    further = ("embedding_positions", "embeddings", "tree_depths", "tree_masks", "adapter_slots")
+    names = ("token_ids", "query_start", "num_computed", "block_tables", "block_copies")
     return {
-        **{name: getattr(plan, name) for name in (*names, *further)},
+        **{name: getattr(plan, name) for name in names},
+        "embedding_positions": NO_EMBEDDINGS.positions,
+        "embeddings": NO_EMBEDDINGS.rows,
+        "slot_copies": NO_TREE.slot_copies,
+        "tree_depths": NO_TREE.depths,
+        "tree_masks": NO_TREE.masks,
+        "adapter_slots": None,
         "wanted_rows": plan.logits_rows,
         "rotary": list(tables),
         "logits": float32(len(plan.logits_rows), runner.vocab_size),
@@ -119,8 +125,13 @@ def arguments_of(runner: NativeRunner, plan: StepPlan) -> dict[str, Any]:
     }
 
 
+def tree_part(*depths: int) -> DraftTreePlan:
+    return DraftTreePlan(NO_SLOT_COPIES, np.ones(len(depths), np.uint64), int32(*depths))
+
+
 def tree(*depths: int) -> dict[str, np.ndarray]:
-    return {"tree_masks": np.ones(len(depths), np.uint64), "tree_depths": int32(*depths)}
+    part = tree_part(*depths)
+    return {"tree_masks": part.masks, "tree_depths": part.depths}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +189,7 @@ def test_trees_wider_than_a_mask_are_rejected(llama_checkpoint: Path) -> None:
     runner.allocate_cache(builder.layout)
     plan = builder.plan([(builder.sequence(random_tokens(65)), 65)])
     with pytest.raises(ValueError, match="more nodes than a mask has bits"):
-        runner.step(replace(plan, **tree(*[1] * 65)))
+        runner.step(plan.with_part(tree_part(*[1] * 65)))
 
 
 def test_learned_positions_are_bounded(checkpoint_factory: Factory) -> None:
@@ -188,7 +199,7 @@ def test_learned_positions_are_bounded(checkpoint_factory: Factory) -> None:
     with pytest.raises(ValueError, match="longer than the positions"):
         runner.step(builder.plan([(builder.sequence([7] * 9), 9)]))
     plan = builder.plan([(builder.sequence([7] * 9), 9)])
-    assert np.isfinite(runner.step(replace(plan, **tree(*range(8), 7)))).all()
+    assert np.isfinite(runner.step(plan.with_part(tree_part(*range(8), 7)))).all()
 
 
 def adapter(inputs: int = 48, first_output: int = 0, outputs: int = 48, layers: int = 3) -> _native.Adapter:

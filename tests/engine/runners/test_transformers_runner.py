@@ -23,7 +23,7 @@ from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.generation import SamplingParams
 
-# Families and their differences from Llama. All but Nemotron have specs, which are not used here.
+# Families and their differences from Llama. All but Nemotron and CTRL have specs, which are not used here.
 FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5},  # LayerNorm with bias, partial rotation
     "olmo2": {},  # norms after attention and MLP
@@ -36,6 +36,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "query_pre_attn_scalar": 16,
     },  # soft caps, windows by layer
+    "ctrl": {
+        "n_positions": 512,
+        "n_embd": 48,
+        "n_layer": 3,
+        "n_head": 4,
+        "dff": 96,
+    },  # ends with "LMHeadModel"
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},  # experts
 }
 
@@ -111,6 +118,29 @@ def test_rotary_frequencies_that_depend_on_the_batch_are_rejected(tmp_path: Path
     directory = make_model(tmp_path, "olmo2", rope_parameters=scaling)
     with Checkpoint(directory) as checkpoint, pytest.raises(UnsupportedModel, match="dynamic"):
         TransformersRunner.open(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("arch", "overrides"),
+    [
+        ("phimoe", {"sliding_window": 9}),
+        ("qwen2_moe", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}),
+    ],
+)
+def test_windows_that_only_the_mask_applies_are_rejected(
+    tmp_path: Path, arch: str, overrides: dict[str, Any]
+) -> None:
+    directory = make_model(tmp_path, arch, num_experts=4, num_local_experts=4, **overrides)
+    with Checkpoint(directory) as checkpoint, pytest.raises(UnsupportedModel, match="window of 9 tokens"):
+        TransformersRunner.open(checkpoint)
+
+
+@pytest.mark.parametrize("arch", ["falcon", "gptj"])
+def test_attention_classes_of_their_own_are_named_in_the_error(tmp_path: Path, arch: str) -> None:
+    overrides = {"n_positions": 512, "n_embd": 48, "n_layer": 3, "n_head": 4, "rotary_dim": 4}
+    directory = make_model(tmp_path, arch, **overrides)
+    with pytest.raises(EngineError, match=rf"{arch}: .* attention classes of its own"):
+        load_engine(EngineConfig.from_options(str(directory), {}))
 
 
 def test_quantization_is_rejected(directory: Path) -> None:

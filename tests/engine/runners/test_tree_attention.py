@@ -9,12 +9,12 @@ import pytest
 import torch
 from plan_builder import PlanBuilder, random_tokens, run, run_in_chunks
 
-from neso.engine.core.draft import DraftTree
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import SpecRunner
 from neso.engine.runners.registry import runner_class
 from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch.triton_operations import TritonOperations
+from neso.engine.spec_decode.draft import NO_SLOT_COPIES, NO_TREE, DraftTree, DraftTreePlan
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 
@@ -47,7 +47,7 @@ def with_tree(plan: StepPlan, sequence: int, tree: DraftTree) -> StepPlan:
     begin, end = plan.query_start[sequence : sequence + 2]
     depths[begin:end] = (0, *tree.depths)
     masks[begin:end] = (1, *tree.masks)
-    return dataclasses.replace(plan, tree_depths=depths.astype(np.int32), tree_masks=masks)
+    return plan.with_part(DraftTreePlan(NO_SLOT_COPIES, masks, depths.astype(np.int32)))
 
 
 def path_to(tree: DraftTree, node: int) -> list[int]:
@@ -108,7 +108,8 @@ def test_an_accepted_path_is_moved_to_its_slots(runner, context):
     plan = builder.plan([(sequence, 1)])
     copies = [(0, known + node, known + place) for place, node in enumerate(path) if node != place]
     assert copies
-    found = run(runner, dataclasses.replace(plan, slot_copies=np.array(copies, np.int32)))
+    part = dataclasses.replace(NO_TREE, slot_copies=np.array(copies, np.int32))
+    found = run(runner, plan.with_part(part))
     expected = run_in_chunks(runner, builder, text, [len(text)])[-1:]
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
 

@@ -35,7 +35,6 @@ from neso.engine.runners.torch.weights import round_to_float8
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, SamplingBatch, choose
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
-from neso.generation import SamplingParams
 
 Factory = Callable[..., Path]
 
@@ -325,7 +324,7 @@ class GraphCases:
         builder, runner = PlanBuilder(4, 64, seed=3), with_operations(loaded, KERNELS)
         allocate(runner, builder, graphs=graphs)
         sequences = [builder.sequence([*random_tokens(5 + i, seed=i), 0, 0]) for i in range(3)]
-        greedy = SamplingBatch.of([SamplingParams(temperature=0)] * 3, np.zeros(3))
+        greedy = SamplingBatch.of([(0.0, 0, 1.0, 0.0, 0.0)] * 3)
         rows = np.cumsum([5, 6, 7]) - 1
         first = runner.launch(
             builder.plan([(s, len(s.tokens) - 2) for s in sequences], rows=rows.tolist()), greedy

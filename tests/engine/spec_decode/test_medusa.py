@@ -13,12 +13,12 @@ from medusa_files import HIDDEN, NUM_HEADS, VOCAB, head_tensors, write_heads
 from oracle import greedy
 
 from neso.engine.client.llm import LLM
-from neso.engine.core.draft import MAX_TREE_NODES
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.errors import EngineError
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.registry import runner_class
 from neso.engine.spec_decode.config import MC_SIM_7B_63, paths_of
+from neso.engine.spec_decode.draft import MAX_TREE_NODES
 from neso.engine.spec_decode.medusa import MedusaHeads, tree_of
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from neso.engine.core.draft import Draft, DraftTree
 from neso.engine.core.request import EngineRequest
 from neso.engine.sampling.sampler import Sampler
 from neso.engine.sampling.state import SamplingState
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, probabilities_of
+from neso.engine.spec_decode.draft import Draft, DraftTree
 from neso.engine.spec_decode.verification import Verified, draw_one, verify
 from neso.generation import SamplingParams
 

@@ -243,3 +243,19 @@ def test_spec_is_hashable_and_pickles() -> None:
     assert spec.rotaries[0].scaling == LinearScaling(2.0)
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert hash(spec) == hash(decoder_spec({**OLD_LLAMA, "rope_scaling": {"type": "linear", "factor": 2}}))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        (None, 2048),
+        ({"type": "linear", "factor": 4.0}, 8192),
+        ({"type": "dynamic", "factor": 2.0}, 4096),
+        # `max_position_embeddings` is the length before YaRN in Qwen 2.5's instructions, after it in most checkpoints.
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"type": "linear", "factor": 1e300}, 2**31 - 1),
+    ],
+)
+def test_rotary_scaling_extends_the_context(scaling: dict[str, Any] | None, length: int) -> None:
+    assert decoder_spec({**OLD_QWEN2, "rope_scaling": scaling}).max_position == length

@@ -1,4 +1,4 @@
-"""Quantized blocks against the `gguf` package, and the error of requantizing Q6_K."""
+"""Quantized blocks against the `gguf` package, and the errors of requantizing Q2_K, Q3_K and Q6_K."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from gguf_files import random_blocks
 from neso.engine.weights.gguf.blocks import dequantize, quantized_matrix
 from neso.engine.weights.gguf.file import OTHER_TYPES, TENSOR_TYPES
 
-QUANTIZED = [Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K]
+EXACT = [
+    *(Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1),
+    *(Type.Q4_K, Type.Q5_K, Type.IQ4_NL, Type.IQ4_XS),
+]
+QUANTIZED = [*EXACT, Type.Q2_K, Type.Q3_K, Type.Q6_K]
 ROWS, INPUTS = 300, 1024  # more than one conversion batch
 
 
@@ -43,7 +47,7 @@ def test_dequantize_into_strided_target() -> None:
     assert not target[:, 64:].any()
 
 
-@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.Q4_K])
+@pytest.mark.parametrize("kind", EXACT)
 def test_codes_give_the_same_values(kind: Type) -> None:
     rows = random_blocks(kind, ROWS, INPUTS)
     matrix = quantized_matrix(TENSOR_TYPES[kind], rows)
@@ -76,6 +80,24 @@ def test_q6_k_with_scales_of_both_signs() -> None:
     exact, matrix = dequantized(Type.Q6_K, rows), quantized_matrix(TENSOR_TYPES[Type.Q6_K], rows)
     errors = np.abs(matrix.dequantize() - exact).reshape(-1, 32).max(axis=1)
     assert (errors <= np.abs(q6_k_scales(rows)).max(axis=1) * 0.2501).all()
+
+
+def test_q2_k_error_is_at_most_1_510th_of_the_range_of_a_group() -> None:
+    rows = random_blocks(Type.Q2_K, ROWS, INPUTS)
+    exact = dequantized(Type.Q2_K, rows).reshape(-1, 32)
+    found = quantized_matrix(TENSOR_TYPES[Type.Q2_K], rows).dequantize().reshape(-1, 32)
+    ranges = exact.max(axis=1) - exact.min(axis=1)
+    assert (np.abs(found - exact).max(axis=1) <= ranges * (1.001 / 510)).all()
+
+
+def test_q3_k_error_is_at_most_a_32nd_of_a_scale() -> None:
+    rows = random_blocks(Type.Q3_K, ROWS, INPUTS)
+    exact = dequantized(Type.Q3_K, rows)
+    found = quantized_matrix(TENSOR_TYPES[Type.Q3_K], rows).dequantize()
+    # The largest code is 4 scales, and it may be the one of the smaller scale.
+    scales = np.abs(exact.reshape(-1, 32)).max(axis=1)
+    assert (np.abs(found - exact).reshape(-1, 32).max(axis=1) <= scales * (1.001 / 32)).all()
+    assert np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.01
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)

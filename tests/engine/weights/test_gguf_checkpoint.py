@@ -212,7 +212,9 @@ def test_half_precision_is_not_converted(llama_checkpoint: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
-@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K])
+@pytest.mark.parametrize(
+    "kind", [Type.Q8_0, Type.Q4_0, Type.Q5_1, Type.Q2_K, Type.Q4_K, Type.Q6_K, Type.IQ4_XS]
+)
 def test_quantized_logits_equal_dequantized_weights(
     checkpoint_factory: Factory, tmp_path: Path, kind: Type, arch: str
 ) -> None:
@@ -249,7 +251,11 @@ class Dequantized:
 
 @pytest.mark.parametrize(
     ("kind", "bits", "offsets"),
-    [(Type.Q8_0, 8, False), (Type.Q4_0, 4, False), (Type.Q4_K, 4, True), (Type.Q6_K, 8, False)],
+    [
+        *((Type.Q8_0, 8, False), (Type.Q4_0, 4, False), (Type.Q4_1, 4, True), (Type.Q5_0, 8, False)),
+        *((Type.Q2_K, 8, True), (Type.Q3_K, 8, False), (Type.Q4_K, 4, True), (Type.Q5_K, 8, True)),
+        *((Type.Q6_K, 8, False), (Type.IQ4_NL, 8, False)),
+    ],
 )
 def test_quantized_matrices(
     checkpoint_factory: Factory, tmp_path: Path, kind: Type, bits: int, offsets: bool
@@ -261,7 +267,7 @@ def test_quantized_matrices(
     assert isinstance(found, QuantizedMatrix)
     assert (found.bits, found.group_size, found.offsets is not None) == (bits, 32, offsets)
     assert found.codes.max() < 2**bits
-    if kind != Type.Q6_K:
+    if kind not in (Type.Q2_K, Type.Q3_K, Type.Q6_K):
         np.testing.assert_array_equal(found.dequantize(), exact)
 
 

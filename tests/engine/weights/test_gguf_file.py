@@ -178,7 +178,10 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "tensor twice": (whole(entry(b"t", 1), entry(b"t", 1), tensors=2), "'t' is duplicated"),
     "no dimensions": (whole(entry(b"t"), tensors=1), "'t': 0 dimensions"),
     "many dimensions": (whole(entry(b"t", 1, 1, 1, 1, 1), tensors=1), "'t': 5 dimensions"),
-    "type Q5_K": (whole(entry(b"t", 256, kind=13), tensors=1), "'t' has the type Q5_K.*supported are F32"),
+    "type IQ2_XS": (
+        whole(entry(b"t", 256, kind=17), tensors=1),
+        "'t' has the type IQ2_XS.*supported are F32",
+    ),
     "type 1000": (whole(entry(b"t", 1, kind=1000), tensors=1), "'t' has the type number 1000"),
     "part of a block": (
         whole(entry(b"t", 48, 2, kind=8), tensors=1),

@@ -139,3 +139,21 @@ def test_unsupported_formats_are_named_in_errors(
     (directory / "config.json").write_text(json.dumps({**written, "quantization_config": config}))
     with pytest.raises(CheckpointError, match=message):
         Checkpoint(directory)
+
+
+@pytest.mark.parametrize("both", ["gptq", "awq"], indirect=True)
+def test_quantization_config_in_a_file_of_its_own(both: tuple[Path, Path]) -> None:
+    """AutoGPTQ and AutoAWQ used to write it beside config.json, without `quant_method`."""
+    directory, name = both[0], "model.layers.1.mlp.down_proj.weight"
+    with Checkpoint(directory) as source:
+        expected = source.matrix(name, (64, 128)).dequantize()
+    config = json.loads((directory / "config.json").read_text())
+    separate = config.pop("quantization_config")
+    (directory / "config.json").write_text(json.dumps(config))
+    file = "quantize_config.json"
+    if separate.pop("quant_method") == "awq":
+        file = "quant_config.json"
+        separate = {"w_bit": separate["bits"], "q_group_size": separate["group_size"], "version": "GEMM"}
+    (directory / file).write_text(json.dumps(separate))
+    with Checkpoint(directory) as source:
+        np.testing.assert_array_equal(source.matrix(name, (64, 128)).dequantize(), expected)

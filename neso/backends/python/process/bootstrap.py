@@ -18,4 +18,6 @@ spec.loader.exec_module(module)
 
 from neso.backends.python.process.child import main  # noqa: E402
 
-main(*map(int, sys.argv[1:]))
+arguments = sys.argv[1:]
+sys.argv[1:] = []  # not for the model: `unittest.main` and other libraries read them
+main(*map(int, arguments))

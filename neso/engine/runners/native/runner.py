@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 import neso._native as _native
+from neso.engine.addons.input_embeddings import NO_EMBEDDINGS, EmbeddingPlan
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.host_resources import available_cores
-from neso.engine.lora.adapter import LoraAdapter, output_widths
+from neso.engine.lora.adapter import LoraAdapter, LoraPlan, output_widths
+from neso.engine.pooling.pooler import PoolingPlan
 from neso.engine.runners.base import CacheLayout, Capability, Logits, PackedAdapter, SpecRunner
 from neso.engine.runners.native.packed_adapter import AdapterKind, NativeAdapter
 from neso.engine.runners.native.packed_decoder import (
@@ -26,6 +28,7 @@ from neso.engine.runners.native.packing import KINDS, Arena, reject_fp8
 from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
 from neso.engine.sampling.token_sampling import RowMasks, SamplingBatch
+from neso.engine.spec_decode.draft import NO_TREE, DraftTreePlan, token_positions
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.weights.engine_directory import EngineDirectory
 from neso.engine.weights.model_tensors import DecoderTensors
@@ -96,26 +99,27 @@ class NativeRunner(SpecRunner):
             self._decoder.set_weights(self._moved)
             self._weights, self._moved = self._moved, None
         logits = self._logits_buffer(len(plan.logits_rows))
-        self._hidden = np.empty((len(plan.hidden_rows), self.hidden_size), np.float32)
-        rotary = self._rotary.lookup(plan.positions()).values()
+        pooling, lora = plan.part(PoolingPlan), plan.part(LoraPlan)
+        embeddings, tree = plan.part(EmbeddingPlan) or NO_EMBEDDINGS, plan.part(DraftTreePlan) or NO_TREE
+        rows = plan.logits_rows if pooling is None else np.concatenate([plan.logits_rows, pooling.rows])
+        self._hidden = np.empty((len(rows) - len(plan.logits_rows), self.hidden_size), np.float32)
+        rotary = self._rotary.lookup(token_positions(plan)).values()
         self._decoder.step(
             plan.token_ids,
             plan.query_start,
             plan.num_computed,
             plan.block_tables,
             plan.block_copies,
-            np.concatenate([plan.logits_rows, plan.hidden_rows])
-            if len(plan.hidden_rows)
-            else plan.logits_rows,
+            rows,
             list(rotary),
             logits,
             self._hidden,
-            plan.embedding_positions,
-            plan.embeddings,
-            plan.slot_copies,
-            plan.tree_depths,
-            plan.tree_masks,
-            plan.adapter_slots,
+            embeddings.positions,
+            embeddings.rows,
+            tree.slot_copies,
+            tree.depths,
+            tree.masks,
+            None if lora is None else lora.slots,
         )
         return logits
 

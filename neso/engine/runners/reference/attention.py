@@ -19,6 +19,7 @@ import numpy.typing as npt
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.reference.layers import softcap
+from neso.engine.spec_decode.draft import DraftTreePlan
 from neso.engine.specs.decoder_spec import DecoderSpec
 
 Float32Array = npt.NDArray[np.float32]
@@ -200,8 +201,10 @@ def _span(
     offsets = np.arange(first, last)
     rows = plan.query_start[sequences][:, None] + offsets
     written = plan.num_computed[sequences][:, None] + offsets  # [S, Q]
-    in_tree = len(plan.tree_masks) > 0 and plan.tree_masks[rows[0, 0]] != 0
-    positions = plan.num_computed[sequences][:, None] + plan.tree_depths[rows] if in_tree else written
+    tree = plan.part(DraftTreePlan)
+    if tree is not None and not (len(tree.masks) and tree.masks[rows[0, 0]]):
+        tree = None
+    positions = written if tree is None else plan.num_computed[sequences][:, None] + tree.depths[rows]
     oldest = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
     sinks = 0 if window is None else sinks
     sink_blocks = -(-sinks // block_size)
@@ -215,17 +218,17 @@ def _span(
     used = columns <= last_block[:, None]
     blocks = plan.block_tables[sequences[:, None], np.where(used, columns, last_block[:, None])]
     slots = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(len(sequences), 1, -1)
-    if in_tree:
-        key_positions, visible = _tree_keys(plan, int(sequences[0]), slots)
-    else:
+    if tree is None:
         key_positions, visible = slots, slots <= positions[:, :, None]
+    else:
+        key_positions, visible = _tree_keys(plan, tree, int(sequences[0]), slots)
     visible = visible & ((key_positions >= oldest[:, :, None]) | (slots < sinks))
     mask = np.where(visible, np.float32(0), np.float32(-np.inf))
     return AttentionWork(rows, blocks, mask[:, None])
 
 
 def _tree_keys(
-    plan: StepPlan, sequence: int, slots: npt.NDArray[Any]
+    plan: StepPlan, tree: DraftTreePlan, sequence: int, slots: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
     """Return the key positions and visibility for a sequence whose new tokens are a tree of draft tokens.
 
@@ -235,7 +238,7 @@ def _tree_keys(
     begin, end = plan.query_start[sequence : sequence + 2].tolist()
     node = np.clip(slots - computed, 0, end - begin - 1)
     is_node = (slots >= computed) & (slots < computed + end - begin)
-    positions = np.where(is_node, computed + plan.tree_depths[begin + node], slots)
-    masks = plan.tree_masks[begin:end][None, :, None]
+    positions = np.where(is_node, computed + tree.depths[begin + node], slots)
+    masks = tree.masks[begin:end][None, :, None]
     on_path = (masks >> node.astype(np.uint64)) & np.uint64(1) != 0
     return positions, (slots < computed) | (is_node & on_path)

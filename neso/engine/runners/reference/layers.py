@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.lora.adapter import LoraAdapter, LowRank, Target
+from neso.engine.lora.adapter import LoraAdapter, LoraPlan, LowRank, Target
 from neso.engine.runners.reference.weights import ExpertsWeights, MLPWeights
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.encoder_spec import EncoderActivation
@@ -180,8 +180,9 @@ class AdapterBatch:
     ) -> None:
         self._widths = widths
         self._groups: list[tuple[Float32Adapter, npt.NDArray[np.int64]]] = []
-        if plan.adapter_slots is not None:
-            slots = np.repeat(plan.adapter_slots, np.diff(plan.query_start))
+        lora = plan.part(LoraPlan)
+        if lora is not None:
+            slots = np.repeat(lora.slots, np.diff(plan.query_start))
             self._groups = [
                 (adapters[slot], np.flatnonzero(slots == slot)) for slot in np.unique(slots) if slot >= 0
             ]

@@ -12,8 +12,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.addons.input_embeddings import EmbeddingPlan
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraAdapter, output_widths
+from neso.engine.pooling.pooler import PoolingPlan
 from neso.engine.runners.base import CacheLayout, Capability, PackedAdapter, SpecRunner
 from neso.engine.runners.reference.attention import AttentionPlan, KVCache, attend
 from neso.engine.runners.reference.layers import (
@@ -28,6 +30,7 @@ from neso.engine.runners.reference.layers import (
 from neso.engine.runners.reference.rotary import cos_sin, rotate
 from neso.engine.runners.reference.weights import DecoderWeights, LayerWeights, NormWeights
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
+from neso.engine.spec_decode.draft import DraftTreePlan, token_positions
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.weights.source import TensorSource
 
@@ -70,7 +73,9 @@ class ReferenceRunner(SpecRunner):
         if self._cache is None:
             raise RuntimeError("allocate_cache must come before the first step")
         self._cache.copy_blocks(plan.block_copies)
-        self._cache.copy_slots(*plan.moved_slots(self._cache.block_size))
+        tree = plan.part(DraftTreePlan)
+        if tree is not None:
+            self._cache.copy_slots(*tree.copied_slots(plan, self._cache.block_size))
         adapters = AdapterBatch(plan, self._adapters, self._widths)
         state = _StepState(self.spec, plan, self._cache, adapters)
         x = self._embed(plan)
@@ -78,8 +83,9 @@ class ReferenceRunner(SpecRunner):
             x = self._run_layer(state, index, layer, x)
         spec, weights = self.spec, self._weights
         self._row_states = _norm(spec, x[plan.logits_rows], weights.final_norm)
-        if len(plan.hidden_rows):
-            self._hidden = _norm(spec, x[plan.hidden_rows], weights.final_norm)
+        pooling = plan.part(PoolingPlan)
+        if pooling is not None:
+            self._hidden = _norm(spec, x[pooling.rows], weights.final_norm)
         logits = linear(self._row_states, weights.lm_head, weights.lm_head_bias)
         if spec.logit_scale != 1.0:
             logits *= np.float32(spec.logit_scale)
@@ -108,10 +114,11 @@ class ReferenceRunner(SpecRunner):
         x: Float32Array = weights.embedding[plan.token_ids]
         if spec.embedding_scale != 1.0:
             x *= np.float32(spec.embedding_scale)
-        if len(plan.embedding_positions):
-            x[plan.embedding_positions] = plan.embeddings
+        embeddings = plan.part(EmbeddingPlan)
+        if embeddings is not None:
+            x[embeddings.positions] = embeddings.rows
         if weights.position_embedding is not None and spec.position_offset is not None:
-            x += weights.position_embedding[plan.positions() + spec.position_offset]
+            x += weights.position_embedding[token_positions(plan) + spec.position_offset]
         return x
 
     def _run_layer(self, state: _StepState, index: int, layer: LayerWeights, x: Float32Array) -> Float32Array:
@@ -156,7 +163,7 @@ class _StepState:
         self._spec = spec
         self._cache = cache
         self._slots = plan.slots(cache.block_size)
-        positions = plan.positions()
+        positions = token_positions(plan)
         self._cos_sin = {rotary: cos_sin(rotary, positions) for rotary in set(spec.rotaries) if rotary}
         self._attention = {
             window: AttentionPlan.make(plan, cache.block_size, window, spec.sink_tokens)

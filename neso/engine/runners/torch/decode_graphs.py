@@ -56,10 +56,12 @@ class DecodeGraphs:
 
     @staticmethod
     def fits(plan: StepPlan) -> bool:
-        """Whether the plan is a plain decode: one new token per sequence, and all logits in order."""
-        if len(plan.embedding_positions) or plan.adapter_slots is not None:
-            return False
-        return plan.num_sequences == plan.num_tokens <= BATCH_SIZES[-1] and wants_all_rows(plan)
+        """Whether the plan is a plain decode: one new token per sequence, all logits in order, no add-ons."""
+        return (
+            not plan.parts
+            and plan.num_sequences == plan.num_tokens <= BATCH_SIZES[-1]
+            and wants_all_rows(plan)
+        )
 
     def run(self, plan: StepPlan, chosen: Tensor | None = None) -> Tensor:
         """Return the logits float32[R, vocab_size] of a plan that `fits`, valid until the next run."""

@@ -19,6 +19,7 @@ from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.sampling import choose
 from neso.engine.runners.torch.step_inputs import send_together
 from neso.engine.sampling.token_sampling import SamplingBatch
+from neso.engine.spec_decode.draft import DraftTreePlan
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -130,9 +131,10 @@ class DeviceRunner(Runner):
             self._cache.transfer(plan.block_transfers)
         if len(plan.block_copies):
             self._cache.copy_blocks(send_together([plan.block_copies], self.device)[0])
-        if len(plan.slot_copies):
-            moved = plan.moved_slots(self._cache.layout.block_size)
-            self._cache.copy_slots(*send_together(list(moved), self.device))
+        tree = plan.part(DraftTreePlan)
+        if tree is not None and len(tree.slot_copies):
+            slots = tree.copied_slots(plan, self._cache.layout.block_size)
+            self._cache.copy_slots(*send_together(list(slots), self.device))
         return self.forward(plan, self._cache, self._chosen)
 
 

@@ -132,7 +132,7 @@ def _positions_and_mask(inputs: StepInputs, sequence: int, at: Tensor) -> tuple[
     written = torch.arange(computed, computed + end - start, device=at.device)
     causal = written[:, None] >= at
     masks, depths = inputs.tree_masks, inputs.tree_depths
-    if masks is None or depths is None or not inputs.plan.tree_masks[start]:
+    if masks is None or depths is None or not masks[start]:
         return written, at, causal
     node = at - computed
     is_node = node >= 0

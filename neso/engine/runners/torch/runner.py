@@ -10,6 +10,7 @@ from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraAdapter, output_widths
+from neso.engine.pooling.pooler import PoolingPlan
 from neso.engine.runners.base import CacheLayout, Capability, Float32Array, PackedAdapter, SpecRunner
 from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
@@ -73,10 +74,10 @@ class TorchRunner(DeviceRunner, SpecRunner):
         if self._graphs is not None and not self._keeps_row_states and self._graphs.fits(plan):
             return self._graphs.run(plan, chosen)
         inputs = step_inputs(plan, cache.layout.block_size, self.device, chosen, sinks=self.spec.sink_tokens)
-        if not len(plan.hidden_rows) and not self._keeps_row_states:
+        if plan.part(PoolingPlan) is None and not self._keeps_row_states:
             return self._decoder.forward(inputs, cache)
-        states = self._decoder.final_states(inputs, cache)
-        self._row_states, self._hidden = states.split([len(plan.logits_rows), len(plan.hidden_rows)])
+        states, num_logits = self._decoder.final_states(inputs, cache), len(plan.logits_rows)
+        self._row_states, self._hidden = states[:num_logits], states[num_logits:]
         return self._decoder.logits(self._row_states)
 
     def hidden_states(self) -> Float32Array:

@@ -10,7 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from neso.engine.addons.input_embeddings import EmbeddingPlan
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.lora.adapter import LoraPlan
+from neso.engine.pooling.pooler import PoolingPlan
+from neso.engine.spec_decode.draft import DraftTreePlan, token_positions
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -43,11 +47,11 @@ class AdapterRows:
     @classmethod
     def from_plan(cls, plan: StepPlan, device: torch.device) -> AdapterRows | None:
         """Return the rows of a plan; None if no sequence has an adapter."""
-        if plan.adapter_slots is None:
+        lora = plan.part(LoraPlan)
+        if lora is None:
             return None
-        slots = np.repeat(plan.adapter_slots, np.diff(plan.query_start))
-        wanted = np.concatenate([plan.logits_rows, plan.hidden_rows])
-        return cls(_rows_by_slot(slots, device), _rows_by_slot(slots[wanted], device))
+        slots = np.repeat(lora.slots, np.diff(plan.query_start))
+        return cls(_rows_by_slot(slots, device), _rows_by_slot(slots[output_rows(plan)], device))
 
 
 def _rows_by_slot(slots: npt.NDArray[np.int32], device: torch.device) -> dict[int, Tensor]:
@@ -70,10 +74,10 @@ class StepInputs:
       TILE_QUERIES queries of the other sequences
     - plan: the plan on the host
     - sinks: first tokens of a sequence that stay visible in layers with a window
-    - logits_rows[R + H]: logits_rows and hidden_rows of the plan; None if these are all tokens in order
+    - logits_rows[R + H]: `output_rows`; None if these are all tokens in order
     - adapters: rows of each adapter; None if no sequence has one
     - embedding_positions[E], embeddings float32[E, hidden]: rows that replace token embeddings; None if there are none
-    - tree_masks int64[T], tree_depths[T]: as in the plan; None if no token is in a tree
+    - tree_masks int64[T], tree_depths[T]: as in `DraftTreePlan`; None if no token is in a tree
     """
 
     token_ids: Tensor
@@ -108,26 +112,27 @@ def step_inputs(
     lengths = np.diff(plan.query_start)
     arrays: dict[str, npt.NDArray[Any]] = {
         "token_ids": plan.token_ids,
-        "positions": plan.positions(),
+        "positions": token_positions(plan),
         "slots": plan.slots(block_size),
         "query_start": plan.query_start,
         "num_computed": plan.num_computed,
         "block_tables": plan.block_tables,
         "decodes": np.flatnonzero(lengths == 1),
         "prefills": _prefill_tiles(lengths),
-        "logits_rows": np.concatenate([plan.logits_rows, plan.hidden_rows]),
+        "logits_rows": output_rows(plan),
     }
     tensors = dict(zip(arrays, send_together(list(arrays.values()), device), strict=True))
     tensors["token_ids"] = resolve_tokens(plan, tensors["token_ids"], chosen)
     if wants_all_rows(plan):
         del tensors["logits_rows"]
-    if len(plan.embedding_positions):
-        (tensors["embedding_positions"],) = send_together([plan.embedding_positions], device)
-        tensors["embeddings"] = send(plan.embeddings.copy(), device)
-    if len(plan.tree_masks):
-        # Copies, because the plan's arrays are read-only and tensors cannot be.
-        tensors["tree_masks"] = send(plan.tree_masks.astype(np.int64), device)
-        tensors["tree_depths"] = send(plan.tree_depths.copy(), device)
+    embeddings, tree = plan.part(EmbeddingPlan), plan.part(DraftTreePlan)
+    # Copies, because the plan's arrays are read-only and tensors cannot be.
+    if embeddings is not None:
+        (tensors["embedding_positions"],) = send_together([embeddings.positions], device)
+        tensors["embeddings"] = send(embeddings.rows.copy(), device)
+    if tree is not None and len(tree.masks):
+        tensors["tree_masks"] = send(tree.masks.astype(np.int64), device)
+        tensors["tree_depths"] = send(tree.depths.copy(), device)
     return StepInputs(**tensors, plan=plan, sinks=sinks, adapters=AdapterRows.from_plan(plan, device))
 
 
@@ -140,9 +145,15 @@ def resolve_tokens(plan: StepPlan, token_ids: Tensor, chosen: Tensor | None) -> 
     return torch.where(token_ids < 0, chosen[rows.long()].clamp(min=0), token_ids)
 
 
+def output_rows(plan: StepPlan) -> Int32Array:
+    """Return the flat positions whose final states are needed: the logits rows, then the pooled rows."""
+    pooling = plan.part(PoolingPlan)
+    return plan.logits_rows if pooling is None else np.concatenate([plan.logits_rows, pooling.rows])
+
+
 def wants_all_rows(plan: StepPlan) -> bool:
     """Whether logits are requested for all new tokens, in order."""
-    return not len(plan.hidden_rows) and np.array_equal(plan.logits_rows, np.arange(plan.num_tokens))
+    return plan.part(PoolingPlan) is None and np.array_equal(plan.logits_rows, np.arange(plan.num_tokens))
 
 
 def _prefill_tiles(lengths: Int32Array) -> npt.NDArray[np.int64]:

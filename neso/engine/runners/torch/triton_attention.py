@@ -35,7 +35,7 @@ def _attend_tile(
     query_start,
     num_computed,
     tiles,  # int32[N, 2] of (sequence, first new token); decodes: int32[N] of sequences
-    tree_masks,  # int64[T], tree_depths int32[T]: see `StepPlan`; read where TREE
+    tree_masks,  # int64[T], tree_depths int32[T]: see `DraftTreePlan`; read where TREE
     tree_depths,
     scale,
     softcap,

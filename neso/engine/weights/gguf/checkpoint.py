@@ -97,7 +97,7 @@ class GGUFCheckpoint(TensorSource):
     - directory: path of the file, for messages
     - config: a config.json equivalent to the metadata
 
-    Supported quantized types are Q8_0, Q4_0, Q4_K and Q6_K. Raises `CheckpointError` on opening for an invalid file,
+    Supported quantized types: `blocks.BLOCK_FORMATS`. Raises `CheckpointError` on opening for an invalid file,
     and for unsupported architectures, tensors and tensor types.
     """
 

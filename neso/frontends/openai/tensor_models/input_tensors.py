@@ -98,6 +98,7 @@ _NOT_SCALAR = frozenset(
         "include_stop_str_in_output",
         "shown_special_tokens",  # set by parsers, not by clients
         "guided_decoding",
+        "logits_processor",
     }
 )
 _NO_INPUT_EXISTS = ("stop_token_ids", "stop_words", "allowed_token_ids", "logit_bias", "embedding_bias")
@@ -114,8 +115,9 @@ SCALARS = {
     for field in msgspec.structs.fields(SamplingParams)
     if field.name not in _NOT_SCALAR
 }
+PROCESSOR = names_of("logits_processor")
 NAMES = frozenset(name for names in SCALARS.values() for name in names).union(
-    STOP, BAD_WORDS, GUIDE_TYPE, GUIDE
+    STOP, BAD_WORDS, GUIDE_TYPE, GUIDE, PROCESSOR
 )
 """All known input names."""
 
@@ -139,6 +141,8 @@ def write_sampling(inputs: InputTensors, sampling: SamplingParams) -> None:
         _write_scalar(inputs, name, names, getattr(sampling, name))
     _write_words(inputs, "stop", STOP, sampling.stop, required=False)
     _write_words(inputs, "bad_words", BAD_WORDS, sampling.bad_words)
+    processor = sampling.logits_processor
+    _write_words(inputs, "logits_processor", PROCESSOR, [] if processor is None else [processor])
     if sampling.guided_decoding is not None:
         _write_guide(inputs, sampling.guided_decoding)
 

@@ -93,6 +93,11 @@ class Call:
         """Return the client's address."""
         return self._stream.connection.peer
 
+    @property
+    def address(self) -> str:
+        """IP address of the client, "" for a Unix socket."""
+        return self._stream.connection.address
+
     def time_remaining(self) -> float | None:
         """Return the seconds until the deadline, None without a deadline."""
         if self._deadline_timer is None:

@@ -114,7 +114,11 @@ class CoroutineCall(Call):
         """Start the handler with the message of a unary request, or None for a streaming request."""
         task = self._task = asyncio.get_running_loop().create_task(self._run_handler(message))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._task = None  # the traceback of a cancelled task refers to this call
 
     async def _run_handler(self, message: bytes | Inflation | None) -> None:
         try:

@@ -21,7 +21,7 @@ from neso.frontends.transport.http2.headers import Headers
 from neso.frontends.transport.http2.lifetime import GracefulGoAway, Keepalive
 from neso.frontends.transport.http2.settings import Http2Options, PeerSettings
 from neso.frontends.transport.http2.stream import Application, Http2Stream
-from neso.frontends.transport.tcp import Admission, ConnectionLimits, enable_tcp_keepalive
+from neso.frontends.transport.tcp import Admission, ConnectionLimits, enable_tcp_keepalive, peer_address
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,8 @@ class Http2Connection(asyncio.Protocol):
         self._received: list[bytes] = []  # bytes that arrived before reading was paused
         self._reading_paused = False
         self._close_timers: list[asyncio.TimerHandle] = []
+        self.address = ""
+        """IP address of the client, "" for a Unix socket."""
 
     # asyncio.Protocol.
 
@@ -90,6 +92,7 @@ class Http2Connection(asyncio.Protocol):
         options = self.options
         self._transport.set_write_buffer_limits(high=options.write_buffer)
         enable_tcp_keepalive(transport)
+        self.address = peer_address(transport)
         self.writer = FrameWriter(self._transport, options.write_timeout, self.abort)
         self.keepalive = Keepalive(self, options)
         self.graceful_goaway = GracefulGoAway(self.writer, self._send_final_goaway)
@@ -167,6 +170,8 @@ class Http2Connection(asyncio.Protocol):
             timer.cancel()
         self.writer.wake_waiters()
         self._reset_streams()
+        self.writer.release()
+        del self._handler, self.ignore, self.keepalive, self.graceful_goaway  # they refer to this connection
         context = self._context
         context.connections.discard(self)
         if self._admission is not None:
@@ -250,9 +255,11 @@ class Http2Connection(asyncio.Protocol):
             return
         stream = self.streams[number] = Http2Stream(self, number, length)
         stream.remote_closed = end
-        stream.events = self._context.application(stream, headers)
-        if end and not stream.local_closed:
-            stream.events.on_end()
+        events = self._context.application(stream, headers)
+        if not stream.local_closed:
+            stream.events = events
+            if end:
+                events.on_end()
 
     def increase_send_window(self, increment: int) -> None:
         """Handle a WINDOW_UPDATE for the connection."""
@@ -299,8 +306,7 @@ class Http2Connection(asyncio.Protocol):
 
     def _reset_streams(self) -> None:
         for stream in list(self.streams.values()):
-            stream.close()
-            stream.events.on_reset()
+            stream.abort()
 
     def _send_ready_streams(self) -> None:
         """Send queued data, round-robin over the streams."""

@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from neso.frontends.transport.http2.frames import ErrorCode, Http2ConnectionError
+from neso.frontends.transport.tcp import WriteProgress
 
 _LARGE = 64 << 10  # bytes; larger payloads are not copied to join them with other frames
 
@@ -165,10 +166,13 @@ class Reservation:
         self._account._grant()
 
 
+def _ignore() -> None: ...
+
+
 class FrameWriter:
     """Writes frames to the transport. Frames written between `cork` and `uncork` are sent together.
 
-    `on_stalled` is called if the client reads no data for `timeout` seconds while the write buffer is full.
+    `on_stalled` is called if the client reads too little while the write buffer is full, see `WriteProgress`.
     """
 
     def __init__(self, transport: asyncio.Transport, timeout: float, on_stalled: Callable[[], None]) -> None:
@@ -181,7 +185,7 @@ class FrameWriter:
         self._writable = asyncio.Event()
         self._writable.set()
         self._stall_timer: asyncio.TimerHandle | None = None
-        self._unsent_before = 0
+        self._progress = WriteProgress(timeout)
         self._closed = False
         self.writable = True
 
@@ -190,6 +194,8 @@ class FrameWriter:
         corked = self._corked
         if corked is None:
             if not self._closed:
+                if not self.writable:
+                    self._progress.added(len(data))
                 self._transport.write(data)
             return
         corked.append(data)
@@ -222,6 +228,11 @@ class FrameWriter:
         self.uncork()
         self._closed = True
 
+    def release(self) -> None:
+        """Drop the references to the connection after it is lost."""
+        self.close()
+        self._on_stalled = _ignore
+
     def pause(self) -> None:
         """Handle a full write buffer of the transport."""
         self.writable = False
@@ -252,20 +263,22 @@ class FrameWriter:
             self._stall_timer = None
 
     def _start_stall_timer(self) -> None:
-        self._unsent_before = self.unsent
-        self._stall_timer = self._loop.call_later(self._timeout, self._check_progress)
+        self._progress.start(self._loop.time(), self.unsent)
+        self._stall_timer = self._loop.call_later(1.01 * self._timeout, self._check_progress)
 
     def _check_progress(self) -> None:
-        if self.unsent >= self._unsent_before:
+        if self._progress.stalled(self._loop.time(), self.unsent):
             self._stall_timer = None
             self._on_stalled()
         else:
-            self._start_stall_timer()
+            self._stall_timer = self._loop.call_later(1.01 * self._timeout, self._check_progress)
 
     def _flush(self, corked: list[bytes]) -> None:
         data = corked[0] if len(corked) == 1 else b"".join(corked)
         corked.clear()
         self._corked_size = 0
+        if not self.writable:
+            self._progress.added(len(data))
         self._transport.write(data)
 
 

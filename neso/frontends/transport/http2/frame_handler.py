@@ -102,8 +102,7 @@ class FrameHandler:
             self.ignore(number)
             self._connection.writer.write(frames.reset_frame(number, error.code))
         else:
-            stream.reset(error.code)
-            stream.events.on_reset()
+            stream.abort(error.code)
 
     def _on_data(self, flags: int, number: int, payload: bytes) -> None:
         size = len(payload)
@@ -186,8 +185,7 @@ class FrameHandler:
         self.resets.consume()
         stream = self._connection.streams.get(number)
         if stream is not None:
-            stream.close(by_client=True)
-            stream.events.on_reset()
+            stream.abort(by_client=True)
 
     def _on_settings(self, flags: int, number: int, payload: bytes) -> None:
         self._check_connection_frame(number, "SETTINGS")

@@ -224,3 +224,16 @@ def test_model_process_needs_only_numpy():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+async def test_libraries_find_the_files_of_the_model(start) -> None:
+    core = await start("""
+    def execute(self, requests):
+        import importlib
+        found = importlib.import_module("model").TritonPythonModel
+        return answer(found.__name__ == "TritonPythonModel", len(sys.argv))
+""")
+    model = core.model("model")
+    (response,) = await asyncio.wait_for(collect(send_request(model, IN=np.ones(1, np.float32))), 60)
+    assert response.error is None, response.error
+    assert response.output("OUT").array.tolist() == [1, 1]

@@ -111,6 +111,38 @@ def test_fast_path_equals_python(
     )
 
 
+@st.composite
+def _nested(draw: st.DrawFn, shape: list[int], datatype: str) -> Any:
+    """Lists that are nested as the shape, with a rare mistake."""
+    if not shape:
+        return draw(st.sampled_from(["a", ""]) if datatype == "BYTES" else st.integers(0, 9))
+    length = draw(st.one_of(st.just(shape[0]), st.just(shape[0]), st.integers(0, 3)))
+    return [draw(_nested(shape[1:], datatype)) for _ in range(length)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.data(), st.lists(st.integers(0, 3), min_size=1, max_size=4), st.sampled_from(["FP32", "INT8", "BYTES"])
+)
+def test_fast_path_equals_python_for_nested_lists(
+    data: st.DataObject, shape: list[int], datatype: str
+) -> None:
+    levels = shape[data.draw(st.sampled_from([0, 0, 0, 1])) :]
+    values = data.draw(_nested(levels, datatype))
+    entry = {"name": "A", "datatype": datatype, "shape": shape, "data": values}
+    body = json.dumps({"inputs": [entry]}).encode()
+    assert read(body, plain=True) == read(body, plain=False)
+
+
+def test_fast_path_reads_nested_lists() -> None:
+    values = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    entry = {"name": "A", "datatype": "FP32", "shape": [2, 3, 4], "data": values.tolist()}
+    plain = parse_plain_infer(json.dumps({"inputs": [entry]}).encode())
+    assert plain is not None
+    content = plain[1][0][3]
+    assert isinstance(content, bytearray) and content == values.tobytes()
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_fast_path_equals_python_on_corrupted_json(data: st.DataObject) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,8 @@ import tritonclient.http as triton
 from eventually import until
 from kserve_backends import Wait
 
+from neso.frontends.kserve import http_codec, http_infer, http_json
+from neso.frontends.kserve.http_codec import read_infer_request
 from neso.frontends.kserve.http_frontend import KServeHttp
 from neso.server.tensor import DataType
 
@@ -195,7 +198,7 @@ def wrong(change: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         (wrong({"data": [1, None]}), "non-signed-integer as signed-integer"),
         (wrong({"data": [1, "2"]}), "non-signed-integer as signed-integer"),
         (wrong({"data": [1, 2**31]}), "out of range for INT32"),
-        (wrong({"shape": [1] * 65, "data": [1]}), "it has 65 dimensions, at most 64 are supported"),
+        (wrong({"shape": [1] * 33, "data": [1]}), "it has 33 dimensions, at most 32 are supported"),
         (
             wrong({"shape": [2**4, 2**60 + 2]}),
             "causes total element count to exceed maximum size of 9223372036854775807",
@@ -204,7 +207,7 @@ def wrong(change: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         (wrong({"shape": [0, 2**62], "data": []}), "causes total element count to exceed maximum size"),
         ({"inputs": [tensor("BYTES", [], [0, 2**62])]}, "causes total element count to exceed maximum size"),
         ({"inputs": [tensor("BYTES", ["a", "b"], [3])]}, "Shape does not match true shape of 'data' field"),
-        ({"inputs": [tensor("BYTES", ["a", "b"], [1] * 65)]}, "it has 65 dimensions"),
+        ({"inputs": [tensor("BYTES", ["a", "b"], [1] * 33)]}, "it has 33 dimensions"),
         (b'{"x": NaN, "y": ' + b"1" * 5000 + b"}", "failed to parse the request JSON buffer"),
         (
             wrong({"shape": [1], "data": nested(99, 1)}),
@@ -348,6 +351,36 @@ async def test_body_size_limit(client, headers, message) -> None:
     reply = await client.post("/v2/models/identity/infer", bytes((1 << 20) + 1), **headers)
     assert reply.status == 400
     assert reply.error == f"{message} Use --http-max-input-size to increase the limit."
+
+
+async def test_large_json_is_parsed_in_a_thread(client, monkeypatch) -> None:
+    threads = []
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return read_infer_request(*arguments)
+
+    monkeypatch.setattr(http_infer, "read_infer_request", noted)
+    monkeypatch.setattr(http_infer, "LARGE_JSON", 1000)
+    for count in (10, 1000):
+        reply = await client.post(
+            "/v2/models/identity/infer", {"inputs": [tensor("INT32", [[1]] * count, [count])]}
+        )
+        assert reply.json["outputs"][0]["data"] == [1] * count
+    assert threads[0] is threading.main_thread() is not threads[1]
+
+
+async def test_numbers_of_members_and_arrays_are_limited(client, monkeypatch) -> None:
+    many = {f"p{number}": 1 for number in range(http_codec.MAX_MEMBERS + 1)}
+    body = {"inputs": [tensor("BOOL", [True])]}
+    reply = await client.post("/v2/models/identity/infer", {**body, "parameters": many})
+    assert (reply.status, reply.error) == (400, "'parameters' has 10001 members, at most 10000 are supported")
+    monkeypatch.setattr(http_json, "MAX_CONTAINERS", 20)
+    for brackets, status in ((8, 200), (40, 400)):
+        lists = {"inputs": [tensor("INT32", [[1]] * brackets, [brackets]), tensor("BYTES", ["[{\\"])]}
+        reply = await client.post("/v2/models/identity/infer", lists)
+        assert reply.status == status, reply.body
+    assert "more than 20 arrays and objects" in reply.error
 
 
 async def test_lists_of_the_maximum_depth(client) -> None:

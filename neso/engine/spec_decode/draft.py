@@ -1,4 +1,4 @@
-"""Draft tokens: proposals for the next tokens of a sequence."""
+"""Draft tokens: proposals for the next tokens of a sequence, and their trees in a step plan."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from neso.engine.core.step_plan import Int32Array, PlanPart, StepPlan
 
 Float32Array = npt.NDArray[np.float32]
 MAX_TREE_NODES = 63
@@ -64,6 +66,10 @@ class Draft:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def is_chain(self) -> bool:
+        return self.tree is None
+
     def path(self, node: int) -> list[int]:
         """Return the tokens from the root to a node, including the node; empty for the root, -1."""
         if self.tree is None:
@@ -73,3 +79,42 @@ class Draft:
             tokens.append(self.token_ids[node])
             node = self.tree.parents[node]
         return tokens[::-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTreePlan(PlanPart):
+    """Trees of draft tokens in a step, for runners with "tree_attention".
+
+    - slot_copies int32[C, 3]: (s, from, to) positions of sequence s whose keys and values are copied, after the block
+      copies and before any new keys and values are written; all slots are read before any is written.
+    - masks uint64[T]: if not 0, the token is in a tree and attends, among its sequence's new tokens, to those whose
+      bits are set, itself included; bit i is the i-th new token.
+    - depths int32[T]: the position of the i-th new token of s is num_computed[s] + depth; it is written to the slot of
+      position num_computed[s] + i, as always.
+
+    `masks` and `depths` are empty if no token is in a tree.
+    """
+
+    slot_copies: Int32Array
+    masks: npt.NDArray[np.uint64]
+    depths: Int32Array
+
+    def copied_slots(self, plan: StepPlan, block_size: int) -> tuple[Int32Array, Int32Array]:
+        """Return the cache slots to copy from, and to."""
+        rows, sources, targets = self.slot_copies.T
+        return (
+            plan.block_tables[rows, sources // block_size] * block_size + sources % block_size,
+            plan.block_tables[rows, targets // block_size] * block_size + targets % block_size,
+        )
+
+
+NO_SLOT_COPIES = np.empty((0, 3), np.int32)
+NO_TREE = DraftTreePlan(NO_SLOT_COPIES, np.empty(0, np.uint64), np.empty(0, np.int32))
+
+
+def token_positions(plan: StepPlan) -> Int32Array:
+    """Return the position of every new token in its sequence, int32[T]."""
+    tree = plan.part(DraftTreePlan)
+    if tree is None or not len(tree.depths):
+        return plan.positions()
+    return (np.repeat(plan.num_computed, np.diff(plan.query_start)) + tree.depths).astype(np.int32)

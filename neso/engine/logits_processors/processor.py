@@ -1,0 +1,115 @@
+"""The interface of logits processors, and how they are found by the option `logits_processors`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from neso.engine.text.tokenizer import Tokenizer
+
+ENTRY_POINT_GROUP = "neso.logits_processors"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTokens:
+    """The tokens of a sequence before the one that is sampled next. Do not modify the lists."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+
+
+LogitsProcessor = Callable[[npt.NDArray[np.float32], Sequence[SequenceTokens]], None]
+"""Changes logits float32[R, vocab_size] in place. Row i is for the next token of sequence i.
+
+Called once per step with the rows of all requests that chose it, before penalties, biases and temperature. Minus
+infinity excludes a token. If it raises, it is called again for each row alone, and the requests of the rows for which
+it raises then fail. A row can belong to a draft token that is rejected, so a sequence can appear with different tokens.
+"""
+
+
+class ProcessorContext:
+    """What a class of logits processors gets when the engine creates its instance.
+
+    - vocab_size: width of the logits
+    - tokenizer: the model's tokenizer, loaded at first access; raises `ValueError` if the engine has none
+    """
+
+    def __init__(self, vocab_size: int, open_tokenizer: Callable[[], Tokenizer] | None) -> None:
+        self.vocab_size = vocab_size
+        self._open_tokenizer = open_tokenizer
+        self._tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def for_model(cls, vocab_size: int, tokenizer: str | None) -> ProcessorContext:
+        """Create the context of a model. `tokenizer`: its directory or GGUF file."""
+        return cls(vocab_size, None if tokenizer is None else partial(Tokenizer.from_model, Path(tokenizer)))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            if self._open_tokenizer is None:
+                raise ValueError("the engine has no tokenizer (skip_tokenizer_init)")
+            self._tokenizer = self._open_tokenizer()
+        return self._tokenizer
+
+
+class ProcessorError(ValueError):
+    """A logits processor cannot be loaded. The message names it."""
+
+
+def load_processors(registered: Mapping[str, Any], context: ProcessorContext) -> dict[str, LogitsProcessor]:
+    """Return the processors by name. Raises `ProcessorError`.
+
+    A value of `registered` is a processor, or where to find one: "FILE.py:ATTRIBUTE", "MODULE:ATTRIBUTE", or the name
+    of an entry point in the group `neso.logits_processors`. A class is called with the context and returns the
+    processor.
+    """
+    processors: dict[str, LogitsProcessor] = {}
+    for name, value in registered.items():
+        try:
+            found: Any = _find(value) if isinstance(value, str) else value
+            if isinstance(found, type):
+                found = found(context)
+            if not callable(found):
+                raise TypeError(f"{value!r} is not callable")
+            processors[name] = found
+        except Exception as error:
+            raise ProcessorError(f"logits processor '{name}': {type(error).__name__}: {error}") from error
+    return processors
+
+
+def _find(place: str) -> Any:
+    source, _, attribute = place.rpartition(":")
+    if not source:
+        return _entry_point(place)
+    module = _module_of_file(Path(source)) if source.endswith(".py") else import_module(source)
+    found: Any = module
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _entry_point(name: str) -> Any:
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        return entry_point.load()
+    raise LookupError(f"there is no entry point '{name}' in the group {ENTRY_POINT_GROUP}")
+
+
+def _module_of_file(path: Path) -> Any:
+    """Execute a Python file as a module of its own; the file need not be on `sys.path`."""
+    spec = importlib.util.spec_from_file_location(f"neso_logits_processors_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
