@@ -218,6 +218,7 @@ COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
             ignored="the server copies nothing between GPUs",
         ),
     ),
+    "Limits": (),
     "Cloud endpoints": (
         Flag("allow-sagemaker", "Enable SageMaker endpoints.", BOOLEAN, False, ignored=_SAGEMAKER),
         Flag("sagemaker-port", "Port of the SageMaker endpoints.", PORT, ignored=_SAGEMAKER),

@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from neso.flags import PORT, Flag, FlagGroup, integer
+from neso.flags import PORT, Flag, FlagGroup, integer, number
 from neso.frontends.header_forwarding import HeaderForwarding
 from neso.frontends.security import GRPC_HEADER_PREFIX, Restrictions, TlsFiles
 from neso.server.errors import InvalidArgument
@@ -136,6 +136,15 @@ class HttpOptions:
     ] = 64 << 20
     keep_alive_timeout: float = 75.0
     header_timeout: float = 20.0
+    write_timeout: Annotated[
+        float,
+        Flag(
+            "http-write-timeout-secs",
+            "Seconds in which a client must read at least 64 KiB of a response that waits for it.",
+            number(0.001),
+            topic="Limits",
+        ),
+    ] = 60.0
     reuse_port: Annotated[
         bool, Flag("reuse-http-port", "Share the port with other servers that set this option.")
     ] = False
@@ -173,6 +182,7 @@ class HttpOptions:
             rejection=lambda rejection: rejection_response(rejection, self.max_input_size),
             keep_alive_timeout=self.keep_alive_timeout,
             header_timeout=self.header_timeout,
+            write_timeout=self.write_timeout,
             reuse_port=self.reuse_port,
             tls=None if self.tls is None else self.tls.context("http/1.1"),
         )
@@ -219,6 +229,15 @@ class GrpcOptions:
     port: Annotated[
         int, Flag("grpc-port", "Port of the gRPC frontend.", PORT, aliases=("kserve-grpc-port",))
     ] = 8001
+    write_timeout_ms: Annotated[
+        int,
+        Flag(
+            "grpc-write-timeout",
+            "Milliseconds in which a client must read at least 64 KiB of the messages that wait for it.",
+            integer(1),
+            topic="Limits",
+        ),
+    ] = 60_000
     max_message_bytes: Annotated[
         int,
         Flag(
@@ -227,6 +246,14 @@ class GrpcOptions:
             integer(1, INT_MAX),
         ),
     ] = 64 << 20
+    max_message_values: Annotated[
+        int,
+        Flag(
+            "grpc-max-message-values",
+            "Maximum number of fields of an infer request, and of elements of its typed contents.",
+            integer(1),
+        ),
+    ] = 1_000_000
     max_streams: Annotated[
         int,
         Flag("grpc-max-concurrent-streams", "Maximum number of calls in flight of a connection.", integer(1)),
@@ -335,6 +362,7 @@ class GrpcOptions:
             reuse_port=self.reuse_port,
             tls=None if self.tls is None else self.tls.context("h2"),
             http2=Http2Options(
+                write_timeout=self.write_timeout_ms / 1000,
                 max_streams=self.max_streams,
                 max_connection_memory=self.max_connection_memory,
                 max_server_memory=self.max_memory,

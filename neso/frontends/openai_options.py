@@ -189,6 +189,7 @@ class OpenAIOptions:
     tls: Annotated[TlsFiles | None, FlagGroup(_openai_tls)] = None
     reuse_port: Annotated[bool, SameAs("reuse-http-port")] = False
     max_body_size: Annotated[int, SameAs("http-max-input-size")] = 64 * 1024 * 1024
+    write_timeout: Annotated[float, SameAs("http-write-timeout-secs")] = 60.0
     tool_call_parser: Annotated[
         str,
         Flag(
@@ -287,6 +288,7 @@ class OpenAIOptions:
             self.host,
             self.port,
             max_body=self.max_body_size,
+            write_timeout=self.write_timeout,
             reuse_port=self.reuse_port,
             tls=None if self.tls is None else self.tls.context("http/1.1"),
             rejection=rejection_response,

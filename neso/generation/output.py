@@ -116,6 +116,18 @@ class GenerationOutput:
     prompt: Any = None
 
     @property
+    def size(self) -> int:
+        """Approximate memory of the outputs in bytes."""
+        size = 1024 + 36 * len(self.prompt_token_ids)
+        for completion in self.outputs:
+            size += 256 + len(completion.text) + 36 * len(completion.token_ids)
+            size += sum(256 + 160 * len(entry.top) for entry in completion.logprobs or ())
+            if completion.generation_logits is not None:
+                size += completion.generation_logits.nbytes
+        size += sum(256 + 160 * len(entry.top) for entry in self.prompt_logprobs or () if entry is not None)
+        return size + (0 if self.context_logits is None else self.context_logits.nbytes)
+
+    @property
     def text(self) -> str:
         """Text of the first sequence."""
         return self.outputs[0].text

@@ -56,6 +56,16 @@ class PoolingRequest:
     priority: int = 0
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    queue_delay: float = 0.0
+    """See `GenerationRequest.queue_delay`."""
+
+    @property
+    def size(self) -> int:
+        """Approximate memory of the prompt in bytes."""
+        prompt = self.prompt
+        if isinstance(prompt, tuple):
+            return sum(map(len, prompt))
+        return len(prompt) if isinstance(prompt, str) else 36 * len(prompt)
 
 
 @dataclass(frozen=True, slots=True)

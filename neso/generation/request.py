@@ -136,6 +136,7 @@ class GenerationRequest:
       image, or uint8[height, width, 3]
     - detokenize: False for output without text
     - stream: False allows the model to return the whole text in one message
+    - queue_delay: the request waits in the queue as if it had arrived so many seconds later, if others wait too
     """
 
     prompt: str | list[int]
@@ -154,6 +155,17 @@ class GenerationRequest:
     detokenize: bool = True
     stream: bool = True
     retention: CacheRetention | None = None
+    queue_delay: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Approximate memory of the prompt in bytes."""
+        size = len(self.prompt) if isinstance(self.prompt, str) else 36 * len(self.prompt)
+        for array in (self.prompt_embeds, self.prompt_embedding_table):
+            size += 0 if array is None else array.nbytes
+        for image in self.images:
+            size += len(image) if isinstance(image, str | bytes) else getattr(image, "nbytes", 0)
+        return size
 
 
 def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], tuple[Any, ...]]:

@@ -144,7 +144,10 @@ class Backend(ABC):
 
     @abstractmethod
     def submit(self, request: ResponseStream) -> None:
-        """Start executing a tensor request; responses are sent to the stream. Must not block."""
+        """Start executing a tensor request; responses are sent to the stream. Must not block.
+
+        A backend that sends many responses waits for slow clients with `stream.backlog`, see `ResponseStream`.
+        """
 
     def submit_generation(self, stream: ResponseStream) -> None:
         """Start executing a request with a `GenerationRequest` payload; by default with `language_model`."""
@@ -230,6 +233,8 @@ class Backend(ABC):
         try:
             async with aclosing(self.language_model.generate(request)) as outputs:
                 async for output in outputs:
+                    if stream.backlog is not None:
+                        await stream.backlog.wait()
                     stream.send(InferenceResponse(name, version, result=output), final=output.finished)
             stream.finish()
         except Exception as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import neso
+from neso.server.admission import Admission
 from neso.server.errors import InvalidArgument, ServerError, Unavailable
 from neso.server.loading.lifecycle import ModelLifecycle
 from neso.server.loading.model_control import ModelControl
@@ -54,6 +55,7 @@ class Core:
         self.metrics.register(self.custom_metrics)
         self._machine_metrics = MachineMetrics(options.metrics)
         self.metrics.register(self._machine_metrics)
+        self.admission = Admission(options.admission)
         self.response_cache = open_cache(options)
         self.shared_memory = SharedMemory(options.allow_client_shm)
         self.rate_limiter = (

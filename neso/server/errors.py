@@ -58,6 +58,12 @@ class Unavailable(ServerError):
     code = ErrorCode.UNAVAILABLE
 
 
+class Overloaded(Unavailable):
+    """Too many requests are in flight. The client can try again after `retry_after` seconds."""
+
+    retry_after = 1
+
+
 class Unsupported(ServerError):
     code = ErrorCode.UNSUPPORTED
 

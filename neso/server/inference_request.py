@@ -10,6 +10,7 @@ from neso.server.tensor import Tensor
 
 if TYPE_CHECKING:
     from neso.generation import GenerationRequest, PoolingRequest
+    from neso.server.backlog import Backlog
     from neso.server.tracing import TraceParent
 
 ParameterValue = bool | int | float | str
@@ -28,6 +29,10 @@ class InferenceRequest:
     - trace: the trace or model execution of this request; None if not traced
     - payload: None for a request with tensors
     - single_response: join the outputs of a text generation into one response
+    - client: name of the client in the limits of `Admission`; "" if the request is part of another request; None: that
+      of the current context
+    - input_bytes: size of the request as received
+    - backlog: backlog of the responses of the request that this request is a step of; None: the request has its own
     - cancelled: set by `cancel`; can be read by any thread
     """
 
@@ -47,17 +52,22 @@ class InferenceRequest:
     trace: TraceParent | None = None
     payload: GenerationRequest | PoolingRequest | None = None
     single_response: bool = False
+    client: str | None = None
+    input_bytes: int = 0
+    backlog: Backlog | None = None
     cancelled: bool = field(default=False, init=False)
     _cancel_callbacks: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
 
     def cancel(self) -> None:
         """Cancel the request and run the callbacks once. Idempotent. Call on the core's loop."""
-        if self.cancelled:
-            return
+        for callback in self.begin_cancel():
+            callback()
+
+    def begin_cancel(self) -> list[Callable[[], None]]:
+        """Mark the request as cancelled and return the callbacks, which the caller must run."""
         self.cancelled = True
         callbacks, self._cancel_callbacks = self._cancel_callbacks, []
-        for callback in callbacks:
-            callback()
+        return callbacks
 
     def ended(self) -> None:
         """Drop the callbacks after the final response: they would keep reference cycles that contain tensors alive."""

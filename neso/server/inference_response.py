@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from neso.server.errors import Cancelled, InternalError, ServerError, as_server_error
+from neso.server.backlog import Backlog
+from neso.server.errors import Cancelled, InternalError, ServerError, Unavailable, as_server_error
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.statistics import FailureReason, Timeline
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 if TYPE_CHECKING:
     from neso.generation import GenerationOutput, GenerationRequest, PooledOutput
+    from neso.server.admission import Ticket
     from neso.server.tracing import ModelTrace
+
+logger = logging.getLogger(__name__)
 
 NEVER_EXECUTED = "the request was cancelled before it was executed"
 
@@ -29,6 +34,7 @@ class InferenceResponse:
     - result: output of a text-generation or pooling request
     - error: if set, the outputs are not valid
     - created_ns: creation time in ns of the monotonic clock
+    - backlog_size: bytes that the response takes in the backlog of its stream; 0 if it is not counted
     """
 
     model_name: str
@@ -40,6 +46,18 @@ class InferenceResponse:
     final: bool = False
     created_ns: int = field(default_factory=time.monotonic_ns)
     result: GenerationOutput | PooledOutput | None = None
+    backlog_size: int = 0
+
+    @property
+    def size(self) -> int:
+        """Approximate memory of the response in bytes."""
+        size = 512
+        for tensor in self.outputs:
+            array = tensor.array
+            size += array.nbytes + 128
+            if tensor.datatype is DataType.BYTES:
+                size += sum(32 + len(element) for element in array.flat)
+        return size + getattr(self.result, "size", 0)
 
     @property
     def flag_only(self) -> bool:
@@ -53,10 +71,18 @@ class InferenceResponse:
                 return tensor
         raise KeyError(name)
 
-    def raise_error(self) -> None:
-        """Raise the response's error, if any. If it wraps another exception of the backend, raise that exception."""
-        if self.error is not None:
-            raise self.error.__cause__ or self.error
+    def raise_error(self, *, unwrap: bool = False) -> None:
+        """Raise the response's error, if any. `unwrap`: if it wraps another exception of the backend, raise that one.
+
+        The response no longer has the error then: its traceback refers to frames, and these to the response.
+        """
+        if self.error is None:
+            return
+        error, self.error = self.error, None
+        try:
+            raise (error.__cause__ if unwrap else None) or error
+        finally:
+            del error
 
 
 class ResponseStream(AsyncIterator[InferenceResponse]):
@@ -68,8 +94,12 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
     - closed: whether the final response was sent; later responses are dropped
     - failure: why the request counts as failed in the statistics; None if it does not
     - trace: None unless the request is traced
+    - ticket: the part of the request in the limits of requests in flight; None if it is not counted
+    - backlog: bounds the responses that the consumer has not taken; None for requests with one response. Backends that
+      can wait do so before each response: `await stream.backlog.wait()`
 
-    All methods run on the core's event loop; other threads use `loop.call_soon_threadsafe(stream.send, …)`.
+    All methods run on the core's event loop; other threads call `admit`, then
+    `loop.call_soon_threadsafe(stream.send, …)`.
     The consumer iterates, or registers a callback with `consume`, and calls `cancel()` if it stops early.
     """
 
@@ -80,11 +110,13 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         "_responses",
         "_sink",
         "_waiter",
+        "backlog",
         "batch_size",
         "closed",
         "failure",
         "on_close",
         "request",
+        "ticket",
         "timeline",
         "trace",
     )
@@ -94,12 +126,15 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         request: InferenceRequest,
         on_response: Callable[[ResponseStream, InferenceResponse], None] | None = None,
         batch_size: int = 1,
+        backlog: Backlog | None = None,
     ) -> None:
         self.request = request
+        self.backlog = backlog
         self.batch_size = batch_size
         self.timeline = Timeline()
         self.failure: FailureReason | None = None
         self.trace: ModelTrace | None = None
+        self.ticket: Ticket | None = None
         self._on_response = on_response
         self._responses: deque[InferenceResponse] | None = None  # created when the first response is buffered
         self._waiter: asyncio.Future[None] | None = None
@@ -124,9 +159,28 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
             self._deliver(response)
         if self.closed:
             self.request.ended()
+            self._close_backlog()
             on_close, self.on_close = self.on_close, None
             if on_close is not None:
                 on_close()
+
+    @property
+    def congested(self) -> bool:
+        """Whether the consumer is too slow: responses that can be joined or dropped should be."""
+        return self.backlog is not None and self.backlog.full
+
+    def count_sequences(self, count: int) -> None:
+        """Count the sequences of a request with tensors, admitted as one. Raises `InvalidArgument`, `Overloaded`."""
+        if self.ticket is not None and self.request.payload is None:
+            self.ticket.grow(count - self.ticket.sequences)
+
+    def admit(self, response: InferenceResponse) -> None:
+        """Wait until the consumer has room for a response that a thread is about to send."""
+        backlog = self.backlog
+        if backlog is not None and not response.final:
+            backlog.wait_in_thread()
+            response.backlog_size = response.size
+            backlog.add(response.backlog_size)
 
     def consume(self, sink: Callable[[InferenceResponse], None]) -> None:
         """Call `sink` with each response instead of iterating. Buffered responses are passed to it immediately.
@@ -135,7 +189,10 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         """
         self._sink = sink
         while self._responses:
-            sink(self._responses.popleft())
+            response = self._responses.popleft()
+            if response.backlog_size:
+                self._take(response)
+            sink(response)
 
     def unobserve(self) -> None:
         """Stop calling `on_response`; used for responses that do not come from the model."""
@@ -176,8 +233,9 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self.fail(error)
 
     def cancel(self) -> None:
-        """Cancel the request unless it has ended."""
+        """Cancel the request unless it has ended. Later responses are dropped, except the final one."""
         if not self.closed:
+            self._close_backlog()
             self.request.cancel()
 
     def begin_generation(self, request: GenerationRequest | None) -> None:
@@ -206,13 +264,47 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         if sink is not None:
             if response.final:
                 self._sink = None  # breaks the reference cycle
+            if response.backlog_size:
+                self._take(response)
             sink(response)
             return
         if self._responses is None:
             self._responses = deque()
+        if self.backlog is not None and not response.final:
+            if self.request.cancelled:
+                return
+            if self._responses or self._waiter is None:
+                self._count(self.backlog, response)
+                if self.closed:
+                    return
         self._responses.append(response)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _count(self, backlog: Backlog, response: InferenceResponse) -> None:
+        """Account for a response that waits for the consumer. Fails and cancels the request if there are too many."""
+        if backlog.overflows(response.backlog_size):
+            logger.warning(
+                "request '%s' of model '%s' is cancelled: its client does not read the responses",
+                *(self.request.id, self.request.model_name),
+            )
+            stop = self.request.begin_cancel()
+            self.fail(Unavailable("the client does not read the responses, the request is cancelled"))
+            for callback in stop:
+                callback()
+        elif not response.backlog_size:
+            response.backlog_size = response.size
+            backlog.add(response.backlog_size)
+
+    def _take(self, response: InferenceResponse) -> None:
+        assert self.backlog is not None
+        self.backlog.remove(response.backlog_size)
+        response.backlog_size = 0
+
+    def _close_backlog(self) -> None:
+        """Let waiting producers continue. A step of another request shares the backlog of that request."""
+        if self.backlog is not None and self.request.backlog is None:
+            self.backlog.close()
 
     def __aiter__(self) -> ResponseStream:
         return self
@@ -229,6 +321,8 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         if self._drained:
             raise StopAsyncIteration
         response = self._responses.popleft()
+        if response.backlog_size:
+            self._take(response)
         self._drained = response.final
         return response
 

@@ -9,11 +9,14 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from neso.generation import GenerationOutput, GenerationRequest, InvalidParameter, PooledOutput
+from neso.server.admission import CLIENT, Admission, Ticket
 from neso.server.backend import Backend, ModelContext, TextFields
+from neso.server.backlog import Backlog
 from neso.server.errors import (
     Cancelled,
     ErrorCode,
     InternalError,
+    Overloaded,
     ServerError,
     Unavailable,
     Unsupported,
@@ -27,7 +30,7 @@ from neso.server.response_cache.cached_model import open_cached_model
 from neso.server.schedulers.dynamic_batcher import DynamicBatcher
 from neso.server.schedulers.sequence_batcher import SequenceBatcher
 from neso.server.signature import Classifier, Signature
-from neso.server.statistics import FailureReason, ModelStatistics, ResponseOutcome
+from neso.server.statistics import FailureReason, ModelStatistics, ResponseOutcome, Timeline
 
 if TYPE_CHECKING:
     from neso.generation import LanguageModel, PoolingModel, PoolingRequest
@@ -77,6 +80,8 @@ class Model:
         self.metric_labels = LabelSet({"model": self.name, "version": self.version, **tags})
         self._backend = backend
         self._limited = context.limited
+        self.admission: Admission = context.core.admission
+        self._backlog_limit = context.core.options.max_response_backlog
         self._batcher = self._make_batcher()
         self._executor = self._batcher or backend  # gets the requests with tensors
         self._sequences = self._batcher if isinstance(self._batcher, SequenceBatcher) else None
@@ -154,12 +159,18 @@ class Model:
             return self._after_retirement().submit(request)
         payload = request.payload
         batch_size = self.signature.check(request) if payload is None else self._check_payload(payload)
+        client = CLIENT.get() if request.client is None else request.client
+        ticket = self._admit(request, client) if client else None
         request.model_version = self.version
-        stream = ResponseStream(request, self._observe, batch_size)
+        backlog = request.backlog
+        if backlog is None and (self.decoupled or isinstance(payload, GenerationRequest)):
+            backlog = Backlog(self._backlog_limit)
+        stream = ResponseStream(request, self._observe, batch_size, backlog)
         if request.trace is not None:
             stream.trace = request.trace.begin(
                 self.name, self.version, request.id, stream.timeline.queue_start, request.inputs
             )
+        stream.ticket = ticket
         self._in_flight.add(stream)
         self._idle.clear()
         if self._cached is None or payload is not None or not self._cached.take(stream):
@@ -176,7 +187,7 @@ class Model:
         stream = self.submit(self._with_payload(request, trace))
         try:
             async for response in stream:
-                response.raise_error()
+                response.raise_error(unwrap=True)
                 if isinstance(response.result, GenerationOutput):
                     yield response.result
         finally:
@@ -187,7 +198,7 @@ class Model:
         stream = self.submit(self._with_payload(request, trace))
         try:
             async for response in stream:
-                response.raise_error()
+                response.raise_error(unwrap=True)
                 if isinstance(response.result, PooledOutput):
                     return response.result
         finally:
@@ -209,6 +220,19 @@ class Model:
         elif self.pooling_model is None:
             raise Unsupported(f"model '{self.name}' does not support embeddings")
         return 1
+
+    def _admit(self, request: InferenceRequest, client: str) -> Ticket:
+        """Count the request in the limits of requests in flight. Raises `InvalidArgument`, `Overloaded`."""
+        sequences, payload = 1, request.payload
+        if payload is not None:
+            request.input_bytes = payload.size
+            if isinstance(payload, GenerationRequest):
+                sequences = payload.sampling.num_sequences
+        try:
+            return self.admission.admit(client, sequences, request.input_bytes)
+        except Overloaded:
+            self.statistics.record_failure(Timeline(), FailureReason.REJECTED)
+            raise
 
     def _start(self, stream: ResponseStream) -> None:
         payload = stream.request.payload
@@ -367,6 +391,8 @@ class Model:
     def _remove(self, stream: ResponseStream) -> None:
         """Remove a request that has ended."""
         self._in_flight.discard(stream)
+        if stream.ticket is not None:
+            stream.ticket.release()
         if not self._in_flight:
             self._idle.set()
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from neso.flags import LEVEL, PATH_OR_URI, SWITCH, Flag, FlagGroup, integer, number
+from neso.server.admission import AdmissionLimits
+from neso.server.backlog import DEFAULT_LIMIT
 from neso.server.cache_options import RedisOptions
 from neso.server.errors import InvalidArgument
 from neso.server.metrics.config import MetricsConfig
@@ -245,6 +247,19 @@ class ServerOptions:
             topic="Memory and devices",
         ),
     ] = False
+    admission: Annotated[AdmissionLimits, FlagGroup(AdmissionLimits, topic="Limits")] = field(
+        default_factory=AdmissionLimits
+    )
+    max_response_backlog: Annotated[
+        int,
+        Flag(
+            "max-response-backlog",
+            "Bytes of responses to one request that wait for its client before the model waits; at 16 times as many "
+            "the request is cancelled.",
+            integer(1),
+            topic="Limits",
+        ),
+    ] = DEFAULT_LIMIT
     rate_limit: Annotated[
         RateLimitMode,
         Flag(
@@ -290,6 +305,7 @@ class ServerOptions:
             ("repository_poll_secs", self.repository_poll_secs, 0),
             ("model_load_thread_count", self.model_load_thread_count, 1),
             ("model_load_retry_count", self.model_load_retry_count, 0),
+            ("max_response_backlog", self.max_response_backlog, 1),
         ):
             if not value >= minimum:
                 raise InvalidArgument(f"{name} must be at least {minimum}, got {value}")

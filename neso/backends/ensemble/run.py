@@ -159,8 +159,7 @@ class EnsembleRun:
 
         def receive(response: InferenceResponse) -> None:
             with self._processing():
-                if response.error is not None:
-                    raise response.error
+                response.raise_error()
                 if response.final:
                     self._add_durations(stream)
                 if response.outputs and not self._stream.closed:
@@ -206,6 +205,8 @@ class EnsembleRun:
             sequence_start=source.sequence_start,
             sequence_end=source.sequence_end,
             trace=self._stream.trace,
+            client="",
+            backlog=self._stream.backlog,
         )
 
     def _shaped(self, tensor: Tensor, dims: Shape, batches: bool) -> npt.NDArray[Any]:

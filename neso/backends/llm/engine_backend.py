@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from abc import abstractmethod
@@ -44,7 +45,15 @@ from neso.generation import (
     SamplingDefaults,
 )
 from neso.server.backend import Backend, ModelContext
-from neso.server.errors import Cancelled, InternalError, InvalidArgument, NotFound, ServerError, Unavailable
+from neso.server.errors import (
+    Cancelled,
+    InternalError,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    ServerError,
+    Unavailable,
+)
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 
@@ -96,6 +105,33 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
 logger = logging.getLogger(__name__)
 
 
+_MAX_JOINED = 64
+"""Number of outputs that are joined into one response for a slow client."""
+
+
+class OutputJoiner:
+    """Joins outputs of a request while its client reads slowly. The engine cannot wait for a client."""
+
+    def __init__(self, stream: ResponseStream) -> None:
+        self._stream = stream
+        self._waiting: list[GenerationOutput] = []
+
+    def add(self, output: GenerationOutput) -> GenerationOutput | None:
+        """Return the output to send now, joined with the waiting ones; None to wait for the next one."""
+        waiting = self._waiting
+        if not waiting and not self._stream.congested:
+            return output
+        waiting.append(output)
+        if not output.finished and len(waiting) < _MAX_JOINED and self._stream.congested:
+            return None
+        return self.flush()
+
+    def flush(self) -> GenerationOutput | None:
+        """Return the waiting outputs, joined; None if there are none."""
+        waiting, self._waiting = self._waiting, []
+        return GenerationOutput.joined(waiting) if waiting else None
+
+
 class _EngineRequest:
     """A request in the engine. Its outputs are passed to `deliver`. It ends together with its stream."""
 
@@ -111,16 +147,22 @@ class _EngineRequest:
         self._stream = stream
         self._deliver = deliver
         self._timer = timer
+        self._joiner = OutputJoiner(stream)
         self._end_reason: FinishReason | None = FinishReason.ABORT
         self._state: RequestState | PooledState | None = None
         stream.on_close = self._on_close
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
         """Tokenize the request, a long prompt in a thread, and send it to the engine."""
-        if is_slow(request):
-            self._backend.request_tasks.start(self._stream, self._submit_in_thread(request))
-            return
+        stream = self._stream
         try:
+            if isinstance(request, GenerationRequest):
+                stream.count_sequences(request.sampling.num_sequences)
+            if stream.ticket is not None and stream.ticket.queue_delay:
+                request = dataclasses.replace(request, queue_delay=stream.ticket.queue_delay)
+            if is_slow(request):
+                self._backend.request_tasks.start(stream, self._submit_in_thread(request))
+                return
             self._send(self._engine.process(request))
         except Exception as error:
             self._fail(error)
@@ -143,9 +185,14 @@ class _EngineRequest:
             self._fail(output)
             return
         try:
-            if self._timer is not None and isinstance(output, GenerationOutput):
+            if not isinstance(output, GenerationOutput):
+                self._deliver(output)
+                return
+            if self._timer is not None:
                 self._timer.observe(output)
-            self._deliver(output)
+            joined = self._joiner.add(output)
+            if joined is not None:
+                self._deliver(joined)
         except Exception as error:
             self._fail(error)
 
@@ -423,4 +470,4 @@ class EngineBackend(Backend):
                 "and is not restarted" if self._down else "and is being restarted: retry the request later"
             )
             return Unavailable(f"{message} {outlook}")
-        return Unavailable(message) if isinstance(error, EngineBusy) else InternalError(message)
+        return Overloaded(message) if isinstance(error, EngineBusy) else InternalError(message)

@@ -95,6 +95,7 @@ class ModelCall:
                     "using the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or "
                     "'async_exec' calls for decoupled models.'"
                 )
+            self._request.client = ""
             self._stream = model.submit(self._request)
         except ServerError as error:
             name = self._request.model_name

@@ -200,4 +200,5 @@ class InstanceThread:
 
 
 def _respond(calls: LoopCalls, stream: ResponseStream, response: InferenceResponse) -> None:
+    stream.admit(response)
     calls.post(stream.send, response)

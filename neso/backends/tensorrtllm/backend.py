@@ -117,6 +117,7 @@ class TensorRtLlmBackend(EngineBackend):
             stream.finish()
             return
         rows = self._reader.rows(request)
+        stream.count_sequences(sum(row.generation.sampling.num_sequences for row in rows))
         running = RunningRequest()
         self._running.add(request.id, running)
         task = self.run_task(stream, self._run(stream, rows, running))

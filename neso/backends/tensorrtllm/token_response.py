@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from neso.backends.llm.engine_backend import OutputJoiner
 from neso.backends.tensorrtllm.token_request import TokenRequest
 from neso.generation import Completion, FinishReason, GenerationOutput, Usage
 from neso.generation.output import FloatRows
@@ -258,19 +259,27 @@ class ResponseSender:
             RowResponses(request, format, number if several else None, send_preceding=preceding)
             for number, request in enumerate(requests)
         ]
+        self._joiners = {row: OutputJoiner(stream) for row in self.rows}
         stream.begin_generation(None if several else requests[0].generation)
 
     def add(self, row: RowResponses, output: GenerationOutput) -> None:
         """Add an engine output of a row and send the complete responses."""
         self._stream.observe_generation(output)
-        for tensors in row.add(output):
-            self._send(tensors)
+        joined = self._joiners[row].add(output)
+        if joined is not None:
+            self._send_output(row, joined)
 
     def end(self) -> None:
         """Send the final responses of a stopped request."""
-        for row in self.rows:
+        for row, joiner in self._joiners.items():
+            if (joined := joiner.flush()) is not None:
+                self._send_output(row, joined)
             for tensors in row.final_responses():
                 self._send(tensors)
+
+    def _send_output(self, row: RowResponses, output: GenerationOutput) -> None:
+        for tensors in row.add(output):
+            self._send(tensors)
 
     def _send(self, tensors: list[Tensor]) -> None:
         final = not any(row.num_open for row in self.rows)

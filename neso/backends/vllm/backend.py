@@ -241,6 +241,7 @@ class VllmBackend(Backend):
             )
         values = parse_sampling_values(request.values, self._sampling_types, self._structured_output_fields)
         params = self.engine.sampling_params(values, stream=request.stream)
+        stream.count_sequences(max(params.n, getattr(params, "best_of", None) or 1))
         prompt: dict[str, Any] = {"prompt": request.prompt}
         if request.images:
             prompt[IMAGES] = await asyncio.to_thread(image_data, request.images)
@@ -251,6 +252,8 @@ class VllmBackend(Backend):
                 async for output in outputs:
                     if not stream.timeline.compute_start:
                         stream.timeline.compute_start = time.monotonic_ns()
+                    if stream.backlog is not None:
+                        await stream.backlog.wait()
                     self._send(stream, tensors.of(output), final=output.finished)
         except asyncio.CancelledError:
             self._log_cancellation(stream)

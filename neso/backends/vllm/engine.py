@@ -13,7 +13,7 @@ from neso.backends.vllm import library
 from neso.backends.vllm.conversion import IMAGES
 from neso.backends.vllm.orphan_reaper import OrphanReaper
 from neso.generation import InvalidParameter, check_prompt_length
-from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
+from neso.server.errors import InternalError, InvalidArgument, Overloaded, ServerError, Unavailable
 
 
 class RequestRejected(InvalidParameter):
@@ -213,7 +213,7 @@ def _convert_error(error: Exception) -> Exception:
     if library.about_dead_engine(error):
         return Unavailable("vLLM's engine has ended")
     if library.about_full_queue(error):
-        return Unavailable(str(error))
+        return Overloaded(str(error))
     if library.about_request(error):
         return rejection(error)
     return InternalError(_text(error))

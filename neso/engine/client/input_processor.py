@@ -91,6 +91,7 @@ class InputProcessor:
             images=images,
             draft=checked_draft(request, info.vocab_size),
             retention=request.retention,
+            queue_delay=request.queue_delay,
         )
 
     def process_pooling(self, request: PoolingRequest) -> EngineRequest:
@@ -103,6 +104,7 @@ class InputProcessor:
             sampling=_NO_SAMPLING,
             max_tokens=1,
             priority=request.priority,
+            queue_delay=request.queue_delay,
             pooling=params,
             # The identity of generation requests without a salt, so that both share cached prefixes.
             cache_identity=("",),

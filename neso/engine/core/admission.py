@@ -49,9 +49,14 @@ class WaitingQueue(list[Sequence]):
         """Number of preempted sequences."""
         return sum(sequence.num_preemptions > 0 for sequence in self)
 
-    def rank(self, priority: int) -> float:
-        """Return the sort key of a request that arrives now; lower goes first."""
-        return self._clock() + priority * self._ageing_seconds if self._ageing_seconds else float(priority)
+    def rank(self, priority: int, delay: float = 0.0) -> float:
+        """Return the sort key of a request that arrives `delay` seconds after now; lower goes first.
+
+        Strict priorities have no arrival times: the delay then has no effect.
+        """
+        if not self._ageing_seconds:
+            return float(priority)
+        return self._clock() + delay + priority * self._ageing_seconds
 
     def check_room(self) -> None:
         """Check the queue's limit. Raises `QueueFull`."""

@@ -64,6 +64,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     - lora: the adapter to use
     - input_embeddings, images: content of placeholders in the prompt
     - pooling: compute an embedding of the prompt and generate nothing; `token_type_ids` are for encoders
+    - queue_delay: seconds added to the arrival time in the waiting queue
     - draft: tokens expected by the client; retention: priorities of the prompt's blocks in the cache
     """
 
@@ -83,6 +84,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     token_type_ids: list[int] = []
     draft: RequestDraft | None = None
     retention: CacheRetention | None = None
+    queue_delay: float = 0.0
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -84,7 +84,7 @@ class Scheduler:
             )
         self.waiting.check_room()
         sequence = self._new_sequence(request, index=0, token_ids=list(request.prompt_token_ids))
-        sequence.rank = self.waiting.rank(request.priority)
+        sequence.rank = self.waiting.rank(request.priority, request.queue_delay)
         sequence.forks_pending = num_sequences - 1
         sequence.cache_identity = request.cache_identity
         self.waiting.add(sequence)

@@ -65,7 +65,7 @@ class EncoderCore:
         except QueueFull as full:
             return [_failed(request, str(full), refused=True)]
         self._arrivals += 1
-        rank = self._waiting.rank(request.priority)
+        rank = self._waiting.rank(request.priority, request.queue_delay)
         sequence = Sequence(id=self._arrivals, request=request, arrival=self._arrivals, rank=rank)
         self._sequences[request.request_id] = sequence
         self._waiting.add(sequence)

@@ -84,8 +84,9 @@ class GenerateEndpoint:
         if request.header("content-encoding") not in (None, "", "identity"):
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         document = _read_document(request.body, model)
+        client = request.connection.address
         if request.trace is None or TraceLevel.TENSORS not in request.trace.level:
-            inference = InferenceRequest(model.name, {}, version)
+            inference = InferenceRequest(model.name, {}, version, client=client)
             values = _read_text_values(document, model, inference)
             if values is not None:
                 self._service.prepare(inference, request.header_items, request.trace)
@@ -93,6 +94,7 @@ class GenerateEndpoint:
                 if fields_of is not None:
                     return model.submit(inference), fields_of
         inference = _read_tensors(document, model, version)
+        inference.client, inference.input_bytes = client, len(request.body)
         self._service.prepare(inference, request.header_items, request.trace)
         return model.submit(inference), None
 
@@ -206,8 +208,7 @@ def _response_body(response: InferenceResponse, fields_of: TextFields | None) ->
     if response.flag_only:
         return None, 200
     try:
-        if response.error is not None:
-            raise response.error
+        response.raise_error()
         return write_generate_response(response, fields_of), 200
     except ServerError as error:
         return error_body(error.message), STATUSES[error.code][0]

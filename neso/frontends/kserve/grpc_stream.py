@@ -18,10 +18,12 @@ import grpc.aio
 from neso.frontends.kserve.errors import as_server_error
 from neso.frontends.kserve.grpc_calls import STOPPING, text_metadata
 from neso.frontends.kserve.grpc_codec import (
+    INLINE_VALUES,
     decode_infer_message,
     encode_stream_error,
     encode_stream_response,
     read_infer_request,
+    scan_infer_message,
 )
 from neso.frontends.kserve.grpc_infer import PROTOCOL, RECEIVE_STAMPS
 from neso.frontends.kserve.grpc_tensors import OutputOptions
@@ -31,6 +33,8 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.tracing import Trace
 
 STATUS_ERRORS_HEADER = "triton_grpc_error"
+MAX_UNWRITTEN = 1 << 20
+"""Bytes of responses that wait for the client before requests are read; 64 times as many end the RPC."""
 
 
 class InferStream:
@@ -40,33 +44,46 @@ class InferStream:
     message on the stream; with the header `triton_grpc_error: true` the first error becomes the status of the RPC.
     """
 
-    def __init__(self, service: KServeService, context: grpc.aio.ServicerContext) -> None:
+    def __init__(self, service: KServeService, context: grpc.aio.ServicerContext, max_values: int) -> None:
         self._service = service
+        self._max_values = max_values
         self._context = context
         self._status_errors = (STATUS_ERRORS_HEADER, "true") in (context.invocation_metadata() or ())
+        self._client: str = getattr(context, "address", "")
         self._headers = functools.partial(text_metadata, context)
         self._in_flight: dict[asyncio.Task[None], ResponseStream] = {}
         self._reader: asyncio.Task[None] | None = None
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done = asyncio.Event()
+        self._error: ServerError | None = None
         self._write_lock = asyncio.Lock()
+        self._unwritten = 0  # bytes of the messages that wait for the lock or the client
+        self._written = asyncio.Event()
 
-    async def run(self, messages: AsyncIterator[bytes]) -> None:
-        """Serve the stream until it ends. Raises the `ServerError` that becomes its status.
+    async def run(self, messages: AsyncIterator[bytes]) -> ServerError | None:
+        """Serve the stream until it ends. Returns the error that becomes its status.
 
         When the client cancels or disconnects, this coroutine is cancelled and cancels every request in flight.
         """
         self._reader = asyncio.create_task(self._read_requests(messages))
         self._reader.add_done_callback(self._on_reader_done)
         try:
-            await self._done
-        except ServerError:
-            async with self._write_lock:  # the status must follow all messages
-                raise
+            await self._done.wait()
+            error, self._error = self._error, None
+            if error is not None:
+                async with self._write_lock:  # the status must follow all messages
+                    pass
         finally:
-            self._reader.cancel()
-            for task, responses in self._in_flight.items():
-                responses.cancel()
-                task.cancel()
+            self._cancel_all()
+        return error
+
+    def _cancel_all(self) -> None:
+        """Cancel the tasks, and drop them: frames in the traceback of a cancelled task refer to this object."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.cancel()
+        for task, responses in self._in_flight.items():
+            responses.cancel()
+            task.cancel()
 
     def drain(self) -> None:
         """Accept no more requests; end with UNAVAILABLE after the responses to requests in flight."""
@@ -76,14 +93,29 @@ class InferStream:
     async def _read_requests(self, messages: AsyncIterator[bytes]) -> None:
         service = self._service
         async for data in messages:
+            while self._unwritten > MAX_UNWRITTEN:
+                self._written.clear()
+                await self._written.wait()
             model_name = request_id = ""
             trace = None
             received_ns = time.monotonic_ns() if service.tracing.enabled else 0
             # Submit here, not in the task: requests of a sequence must reach the model in order.
             try:
-                infer = decode_infer_message(data)
+                scanned = scan_infer_message(data, self._max_values)
+                many = scanned.values > INLINE_VALUES
+                infer = (
+                    await asyncio.to_thread(decode_infer_message, scanned)
+                    if many
+                    else decode_infer_message(scanned)
+                )
                 model_name, request_id = infer.request.model_name, infer.request.id
-                request, output = read_infer_request(infer, service.shared_memory)
+                if many:
+                    request, output = await asyncio.to_thread(
+                        read_infer_request, infer, service.shared_memory
+                    )
+                else:
+                    request, output = read_infer_request(infer, service.shared_memory)
+                request.client, request.input_bytes = self._client, len(data)
                 model = service.find_model(request.model_name, request.model_version)
                 if received_ns:
                     header = dict(self._context.invocation_metadata() or ()).get
@@ -138,13 +170,19 @@ class InferStream:
             await self._write(encode_stream_error(model_name, request_id, error, final=final))
 
     async def _write(self, message: bytes) -> None:
-        async with self._write_lock:
-            if self._done.done():
-                return
-            try:
-                await self._context.write(message)
-            except grpc.aio.BaseError:  # the client disconnected
-                self._end(None)
+        if self._unwritten > 64 * MAX_UNWRITTEN:
+            self._end(Unavailable("the client does not read the responses, the stream is cancelled"))
+            return
+        self._unwritten += len(message)
+        try:
+            async with self._write_lock:
+                if not self._done.is_set():
+                    await self._context.write(message)
+        except grpc.aio.BaseError:  # the client disconnected
+            self._end(None)
+        finally:
+            self._unwritten -= len(message)
+            self._written.set()
 
     def _on_request_done(self, task: asyncio.Task[None]) -> None:
         responses = self._in_flight.pop(task)
@@ -159,25 +197,20 @@ class InferStream:
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
-        assert self._reader is not None
-        if self._reader.done() and not self._in_flight:
+        if self._reader is not None and self._reader.done() and not self._in_flight:
             self._end(Unavailable(STOPPING) if self._reader.cancelled() else None)
 
     def _end(self, error: ServerError | None) -> None:
-        if self._done.done():
-            return
-        if error is None:
-            self._done.set_result(None)
-        else:
-            self._done.set_exception(error)
+        if not self._done.is_set():
+            self._error = error
+            self._done.set()
 
 
 async def _only_response(responses: ResponseStream) -> InferenceResponse:
     """Return the single response of a non-decoupled model. Raises its error."""
     only: InferenceResponse | None = None
     async for response in responses:
-        if response.error is not None:
-            raise response.error
+        response.raise_error()
         if only is None:
             only = response
         elif not response.flag_only:

@@ -103,8 +103,7 @@ def _check_members(document: dict[str, Any]) -> None:
 
 def write_infer_response(response: InferenceResponse, output_format: OutputFormat) -> Response:
     """Encode a response. Raises its error, or `ServerError` for an output that the format cannot represent."""
-    if response.error is not None:
-        raise response.error
+    response.raise_error()
     binary, default = output_format.binary, output_format.default
     if not response.parameters and not output_format.shared:
         plain = write_plain_infer(
@@ -126,7 +125,8 @@ def _read_plain(
         if name in inference.inputs:
             raise _duplicate_input(name)
         datatype = DataType.parse(datatype_name, name)
-        element_count(shape, name)
+        if 0 in shape:
+            element_count(shape, name)  # checks the other extents
         if isinstance(content, bytearray):
             inference.inputs[name] = Tensor(name, datatype, np.ndarray(shape, datatype.dtype, content))
         elif isinstance(content, int):

@@ -32,7 +32,7 @@ from neso.frontends.transport.http1 import (
     Response,
     error_response,
 )
-from neso.server.errors import ServerError
+from neso.server.errors import Overloaded, ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream, SingleResponse
 from neso.server.model import Model
@@ -56,6 +56,8 @@ AsyncEndpoint = Callable[[Request], Awaitable[HandlerResult]]
 
 def error_to_response(error: ServerError, headers: Headers = ()) -> Response:
     """Create the HTTP response for a server error."""
+    if isinstance(error, Overloaded):
+        headers = (*headers, ("retry-after", str(error.retry_after)))
     return error_response(STATUSES[error.code][0], error.message, headers)
 
 
@@ -120,6 +122,7 @@ class InferEndpoint:
         return self._service.find_unary_model(request.params["model"], version, "HTTP end point"), version
 
     def _submit(self, request: Request, model: Model, inference: InferenceRequest) -> ResponseStream:
+        inference.client, inference.input_bytes = request.connection.address, len(request.body)
         self._service.prepare(inference, request.header_items, request.trace)
         return model.submit(inference)
 

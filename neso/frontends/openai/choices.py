@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from neso.server.tracing import Trace
 
 Output = TypeVar("Output")
+_MAX_MERGED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,19 +286,20 @@ async def merge(
     """Yield the outputs of all generators as they arrive, each with the index of its generator.
 
     The first exception ends the stream, ahead of queued outputs, so that a request with one invalid prompt is rejected
-    before anything is sent. All generators are closed at the end, which aborts unfinished requests.
+    before anything is sent. All generators are closed at the end, which aborts unfinished requests. They wait while
+    `_MAX_MERGED` outputs are not taken.
     """
-    queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue(_MAX_MERGED)
     errors: list[Exception] = []
 
     async def pump(index: int, generator: AsyncGenerator[Output, None]) -> None:
         try:
             async with aclosing(generator):
                 async for output in generator:
-                    queue.put_nowait((index, output))
+                    await queue.put((index, output))
         except Exception as error:
             errors.append(error)
-        queue.put_nowait(None)
+        await queue.put(None)
 
     pumps: list[asyncio.Task[None]] = []
     running = len(generators)

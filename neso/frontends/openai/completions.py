@@ -50,6 +50,7 @@ from neso.generation import (
     SamplingParams,
     TokenizerLike,
 )
+from neso.server.admission import CLIENT
 
 KIND = ResponseKind(
     id_prefix="cmpl",
@@ -156,6 +157,8 @@ class CompletionsApi:
         model = await self._resolver.find(request.model)
         tokenizer = model.tokenizer
         sampling = _sampling(request, model.language_model.default_sampling, self._options)
+        given = await _read_prompts(request)
+        model.model.admission.check(CLIENT.get(), len(given) * sampling.num_sequences)
         prompts = [
             await truncate_prompt(
                 prompt,
@@ -164,7 +167,7 @@ class CompletionsApi:
                 model.language_model.max_model_len,
                 add_special_tokens=request.add_special_tokens is not False,
             )
-            for prompt in await _read_prompts(request)
+            for prompt in given
         ]
         records = [
             PromptRecord(request, _prompt_text(prompt, tokenizer) if request.echo else "")

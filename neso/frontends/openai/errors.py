@@ -11,7 +11,7 @@ import orjson
 
 from neso.engine.errors import EngineDead
 from neso.generation import InvalidParameter, PromptTooLong
-from neso.server.errors import ErrorCode, ServerError
+from neso.server.errors import ErrorCode, Overloaded, ServerError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -37,7 +37,7 @@ _TYPE = {400: "invalid_request_error", 404: "not_found_error", 503: "service_una
 class ApiError(Exception):
     """An error response: HTTP status, and the fields of OpenAI's error object.
 
-    `validation`: pydantic's errors of an invalid body.
+    `validation`: pydantic's errors of an invalid body. `retry_after`: seconds, 0 for none.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         validation: Sequence[Mapping[str, Any]] = (),
+        retry_after: int = 0,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -57,6 +58,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.validation = validation
+        self.retry_after = retry_after
 
     def body(self) -> bytes:
         """Return the JSON body of an error response, which is also the data of an error event in a stream."""
@@ -104,6 +106,10 @@ def to_api_error(error: Exception) -> ApiError:
         return invalid_parameter(error, {})
     if isinstance(error, EngineDead):
         return ApiError(503, str(error) or "The model's engine has ended.")
+    if isinstance(error, Overloaded):
+        return ApiError(
+            429, error.message, type="requests", code="rate_limit_exceeded", retry_after=error.retry_after
+        )
     log_fields = {"request_id": REQUEST_ID.get()}
     if isinstance(error, ServerError):
         status = _STATUS.get(error.code, 500)

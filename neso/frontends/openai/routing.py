@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from neso.frontends.openai.access.api_keys import request_key
 from neso.frontends.openai.errors import ApiError, to_api_error, triton_error, validation_error
+from neso.server.admission import CLIENT
 
 if TYPE_CHECKING:
     from neso.frontends.openai_options import OpenAIOptions
@@ -92,6 +93,12 @@ class RequestContext:
     @property
     def query(self) -> QueryParams:
         return QueryParams(self.scope["query_string"])
+
+    @property
+    def client(self) -> str:
+        """Name of the client in the limits of requests in flight: its key, or its address without keys."""
+        key = request_key(self.scope)
+        return f"key {key.owner}" if key is not None else (self.scope.get("client") or ("",))[0]
 
     @property
     def owner(self) -> str:
@@ -166,12 +173,14 @@ class Endpoint:
             if self._core.tracing.enabled and operation.cancellable:
                 context.trace = self._start_trace(body, scope, started)
         response = self._respond(arguments, context, scope, receive, send)
+        client = CLIENT.set(context.client)
         try:
             if operation.cancellable and _CANCELS_ON_DISCONNECT not in scope.get("extensions", ()):
                 await while_connected(receive, response)
             else:
                 await response
         finally:
+            CLIENT.reset(client)
             if context.trace is not None:
                 context.trace.sent("HTTP")
 
@@ -185,13 +194,17 @@ class Endpoint:
             elif isinstance(result, str):
                 result = Response(result, media_type=TEXT)
         except Exception as error:
-            api_error = to_api_error(error)
-            if self._like_triton and api_error.status == 404 and self._operation.request is not None:
-                api_error.status = 400  # an unknown model in a body
-            result = error_response(api_error, like_triton=self._like_triton)
+            result = self._error_response(error)
         if context.trace is not None:
             context.trace.sending("HTTP")
         await result(scope, receive, send)
+
+    def _error_response(self, error: Exception) -> Response:
+        """Create the response for an exception. As a variable of the caller it would be part of a cycle."""
+        api_error = to_api_error(error)
+        if self._like_triton and api_error.status == 404 and self._operation.request is not None:
+            api_error.status = 400  # an unknown model in a body
+        return error_response(api_error, like_triton=self._like_triton)
 
     def _start_trace(self, body: BaseModel, scope: Scope, started: int) -> Trace | None:
         model: str = body.model  # type: ignore[attr-defined]  # all requests of cancellable operations have it
@@ -206,10 +219,11 @@ class Endpoint:
 
 def error_response(error: ApiError, *, like_triton: bool = False) -> Response:
     """Create the response for an error, in OpenAI's format or in that of Triton's OpenAI frontend."""
+    headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
     if like_triton and error.status != 413:  # Triton's frontend rejects large bodies in OpenAI's format
         status, body = triton_error(error)
-        return Response(body, status, media_type="application/json")
-    return Response(error.body(), error.status, media_type="application/json")
+        return Response(body, status, headers, media_type="application/json")
+    return Response(error.body(), error.status, headers, media_type="application/json")
 
 
 def json_response(body: Mapping[str, Any]) -> Response:

@@ -35,6 +35,51 @@ def enable_tcp_keepalive(transport: asyncio.BaseTransport) -> None:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
+def peer_address(transport: asyncio.BaseTransport) -> str:
+    """Return the IP address of the client; "" if it has none."""
+    name = transport.get_extra_info("peername")
+    return str(name[0]) if isinstance(name, tuple) and name else ""
+
+
+class WriteProgress:
+    """Detects a client that does not read, while the write buffer of its connection is full.
+
+    In each period of `timeout` seconds, at least `MIN_PROGRESS` bytes must leave the buffer. Data that is added
+    meanwhile does not count, and neither do bytes that the client sends. Times are in seconds of one clock.
+    """
+
+    MIN_PROGRESS = 64 << 10
+
+    __slots__ = ("_expected", "_started", "_timeout")
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._started: float | None = None
+        self._expected = 0  # bytes that would be unsent if the client read nothing
+
+    def start(self, now: float, unsent: int) -> None:
+        """Begin when the buffer is full, with `unsent` bytes."""
+        self._started = now
+        self._expected = unsent
+
+    def added(self, size: int) -> None:
+        """Account for data that is written although the buffer is full."""
+        self._expected += size
+
+    def stop(self) -> None:
+        """End when the buffer has room again."""
+        self._started = None
+
+    def stalled(self, now: float, unsent: int) -> bool:
+        """Return whether the client has read too little in the period that has ended."""
+        if self._started is None or now - self._started <= self._timeout:
+            return False
+        if self._expected - unsent < self.MIN_PROGRESS:
+            return True
+        self.start(now, unsent)
+        return False
+
+
 class ConnectionLimits:
     """Limits the connections in all and those of each client address. Several servers of a process may share one.
 

@@ -147,8 +147,7 @@ async def _execute(
         else:
             backend.execute([stream], lambda: None, instance)
         async for response in stream:
-            if response.error is not None:
-                raise response.error
+            response.raise_error()
     finally:
         stream.cancel()  # if the load was cancelled
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from neso.server.errors import Unavailable
+from neso.server.errors import Overloaded, Unavailable
 from neso.server.inference_response import ResponseStream
 
 
@@ -93,7 +93,7 @@ class PriorityQueue:
         )
 
     def put(self, stream: ResponseStream) -> None:
-        """Add a request; the default replaces an unknown priority. Raises `Unavailable` when the level is full."""
+        """Add a request; the default replaces an unknown priority. Raises `Overloaded` when the level is full."""
         level = self._levels.get(stream.request.priority, self._default_level)
         if self._bounded:
             self._check_capacity(level, stream)
@@ -104,11 +104,11 @@ class PriorityQueue:
             heapq.heappush(self._deadlines, (deadline, self._arrivals, stream))
 
     def _check_capacity(self, level: _Level, stream: ResponseStream) -> None:
-        """Raise `Unavailable` when the level is full."""
+        """Raise `Overloaded` when the level is full."""
         if level.is_full() and self._has_closed:
             self._remove_closed()
         if level.is_full():
-            raise Unavailable(
+            raise Overloaded(
                 f"[request id: {stream.request.id or '<id_unknown>'}] Exceeds maximum queue size"
             )
         stream.request.on_cancel(self._mark_closed)

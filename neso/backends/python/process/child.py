@@ -29,10 +29,12 @@ from neso.backends.python.process.messages import (
     Hello,
     Initialize,
     Message,
+    Pause,
     Reply,
     Reschedule,
     Respond,
     ResponseData,
+    Resume,
     Started,
     Stop,
     TraceData,
@@ -40,6 +42,7 @@ from neso.backends.python.process.messages import (
 )
 from neso.backends.python.process.remote_server import ChildChannel, RemoteServer
 from neso.backends.python.response import ModelOutputs
+from neso.server.backlog import OVERFLOW_WAIT, is_in_event_loop
 from neso.server.errors import InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
@@ -116,6 +119,13 @@ class Child:
             case Cancel(number):
                 if (stream := self._streams.get(number)) is not None:
                     stream.request.cancel()
+                    stream.room.set()
+            case Pause(number):
+                if (stream := self._streams.get(number)) is not None and not stream.request.cancelled:
+                    stream.room.clear()
+            case Resume(number):
+                if (stream := self._streams.get(number)) is not None:
+                    stream.room.set()
             case CheckReady(query):
                 self._instance.check_ready().add_done_callback(
                     lambda result: self._channel.send(Reply(query, result.result()))
@@ -164,6 +174,8 @@ class Child:
     def _respond(self, stream: ChildStream, response: InferenceResponse) -> None:
         if response.final:
             self._streams.pop(stream.number, None)
+        else:
+            stream.wait_for_room()
         try:
             data = self._channel.codec.pack_response(response)
         except Exception as error:  # e.g. out of shared memory
@@ -181,6 +193,13 @@ class ChildStream:
         self.request = request
         self.timeline = Timeline()
         self.trace = trace
+        self.room = threading.Event()  # cleared while the client reads too slowly
+        self.room.set()
+
+    def wait_for_room(self) -> None:
+        """Wait while the client reads too slowly; an event loop in this thread waits a bounded time."""
+        if not self.room.is_set() and not self.room.wait(OVERFLOW_WAIT if is_in_event_loop() else None):
+            self.room.set()  # the server cancels the request if the client does not read on
 
 
 def _auto_complete(message: AutoComplete) -> AutoCompleted:

@@ -114,6 +114,18 @@ class Cancel(NamedTuple):
     number: int
 
 
+class Pause(NamedTuple):
+    """The client of a request reads slowly: wait before the next response to it."""
+
+    number: int
+
+
+class Resume(NamedTuple):
+    """End of `Pause`."""
+
+    number: int
+
+
 class CallResponse(NamedTuple):
     """A response to a `Call`."""
 
@@ -241,7 +253,7 @@ class Release(NamedTuple):
 
 
 Message = (
-    Initialize | AutoComplete | Execute | Cancel | CallResponse | CheckReady | Stop
+    Initialize | AutoComplete | Execute | Cancel | Pause | Resume | CallResponse | CheckReady | Stop
     | Hello | Started | AutoCompleted | Respond | Reschedule | Executed | WorkDone | Call | CancelCall | Query
     | DropHandle | Log | Finalized | Reply | Release
 )  # fmt: skip
@@ -250,7 +262,7 @@ MESSAGES = {
     kind.__name__: kind
     for kind in (
         Block, TensorData, TraceData, RequestData, ResponseData,
-        Initialize, AutoComplete, Execute, Cancel, CallResponse, CheckReady, Stop,
+        Initialize, AutoComplete, Execute, Cancel, Pause, Resume, CallResponse, CheckReady, Stop,
         Hello, Started, AutoCompleted, Respond, Reschedule, Executed, WorkDone, Call, CancelCall, Query, DropHandle,
         Log, Finalized, Reply, Release,
     )

@@ -23,9 +23,11 @@ from neso.backends.python.process.messages import (
     Initialize,
     Log,
     Message,
+    Pause,
     Reply,
     Reschedule,
     Respond,
+    Resume,
     Started,
     Stop,
     WorkDone,
@@ -34,6 +36,7 @@ from neso.backends.python.process.model_process import ModelProcess
 from neso.backends.python.process.server_requests import ServerRequestHandler
 from neso.backends.python.process.spawn import Interpreter
 from neso.backends.python.thread_instances import Rescheduler
+from neso.server.backlog import Backlog
 from neso.server.errors import Cancelled, InternalError, ServerError
 from neso.server.inference_response import NEVER_EXECUTED, ResponseStream
 from neso.server.tracing import ModelTrace
@@ -75,6 +78,7 @@ class RunningModel:
         self._initialized: asyncio.Future[str | None] = self._loop.create_future()
         self._numbers = itertools.count()
         self._streams: dict[int, ResponseStream] = {}
+        self._paused: set[int] = set()
         self._pending_queries: dict[int, asyncio.Future[bool]] = {}
         self._works: deque[SentWork] = deque()
         self.ended = self._process.ended
@@ -235,6 +239,21 @@ class RunningModel:
             del self._streams[message.number]
         stream.timeline.input_end, stream.timeline.output_start = message.input_end, message.output_start
         stream.send(self._process.codec.unpack_response(message.response))
+        if stream.congested and not message.response.final and message.number not in self._paused:
+            self._pause(message.number, stream.backlog)
+
+    def _pause(self, number: int, backlog: Backlog | None) -> None:
+        """Let the model wait before its next response, until the client has read some of them."""
+        assert backlog is not None
+
+        def resume() -> None:
+            self._paused.discard(number)
+            if number in self._streams:
+                self._process.send(Resume(number))
+
+        self._paused.add(number)
+        self._process.send(Pause(number))
+        backlog.on_room(resume)
 
     def _executed(self, message: Executed) -> None:
         sent = next((sent for sent in self._works if sent.number == message.work), None)

@@ -161,8 +161,7 @@ class TextResponse:
     @classmethod
     def of(cls, response: InferenceResponse) -> TextResponse:
         """Read a response. Raises `ServerError`: the response's error, or `InternalError` for invalid outputs."""
-        if response.error is not None:
-            raise response.error
+        response.raise_error()
         outputs = {tensor.name: tensor for tensor in response.outputs}
         reason = _text(outputs.get("finish_reason")).decode("utf-8", "replace").lower()
         stop = _text(outputs.get("stop_reason")).decode("utf-8", "replace")

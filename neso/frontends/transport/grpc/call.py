@@ -93,6 +93,11 @@ class Call:
         """Return the client's address."""
         return self._stream.connection.peer
 
+    @property
+    def address(self) -> str:
+        """IP address of the client, "" for a Unix socket."""
+        return self._stream.connection.address
+
     def time_remaining(self) -> float | None:
         """Return the seconds until the deadline, None without a deadline."""
         if self._deadline_timer is None:
@@ -117,6 +122,7 @@ class Call:
     def on_reset(self) -> None:
         if not self.done:
             self._close()
+            self._reader.clear()
             self._on_cancelled()
 
     # Hooks for subclasses.
@@ -211,6 +217,7 @@ class Call:
     def _end_early(self, code: grpc.StatusCode, details: str) -> None:
         if not self.done:
             self._finish(code, details)
+            self._reader.clear()
             self._on_cancelled()
 
     def _on_deadline_exceeded(self) -> None:
@@ -270,6 +277,13 @@ class CallbackCall(Call):
         """End the call with an error status."""
         self._finish(code, details)
         self.on_cancel = None
+
+    def on_data(self, data: bytes) -> None:
+        if self._message is None and not self.done:
+            self._message = self._reader.read_whole(data)
+            if self._message is not None:
+                return
+        super().on_data(data)
 
     def _on_data(self) -> None:
         self._read_only_message()

@@ -114,7 +114,11 @@ class CoroutineCall(Call):
         """Start the handler with the message of a unary request, or None for a streaming request."""
         task = self._task = asyncio.get_running_loop().create_task(self._run_handler(message))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._task = None  # the traceback of a cancelled task refers to this call
 
     async def _run_handler(self, message: bytes | Inflation | None) -> None:
         try:
@@ -134,6 +138,8 @@ class CoroutineCall(Call):
             if not self.done:  # after the end, the error is probably caused by the disconnect
                 logger.exception("error in the handler of %s", self.headers.path)
             self._finish(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error).__name__}: {error}")
+        finally:
+            self._task = None  # a task that raised refers to this object
 
     async def _run_unary(self, request: Any) -> None:
         handler = self._handler

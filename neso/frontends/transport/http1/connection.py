@@ -20,7 +20,7 @@ from neso.frontends.transport.http1.messages import (
     response_head,
 )
 from neso.frontends.transport.http1.parser import BODY, HEAD, IDLE, Rejection, RequestParser
-from neso.frontends.transport.tcp import Admission, enable_tcp_keepalive
+from neso.frontends.transport.tcp import Admission, WriteProgress, enable_tcp_keepalive, peer_address
 
 if TYPE_CHECKING:
     from neso.frontends.transport.http1.server import ServerContext
@@ -34,6 +34,9 @@ _EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) el
 
 class HttpConnection(asyncio.Protocol):
     """Parses requests, runs the handler for one request at a time and writes the responses.
+
+    While the write buffer is full, the next pipelined request is not started, so a connection buffers at most
+    `write_buffer` bytes and one response. A client that stops reading is disconnected, see `WriteProgress`.
 
     EOF from the client counts as a disconnect: clients that half-close are rare, clients that disconnect while a
     model generates are not.
@@ -57,10 +60,13 @@ class HttpConnection(asyncio.Protocol):
         self._disconnected = asyncio.Event()
         self._writable = asyncio.Event()
         self._writable.set()
+        self._progress = WriteProgress(context.options.write_timeout)
         self._lingering = False
         self._closing = False
         self._reading_paused = False
         self._since = context.now  # time of the last progress, for the timeouts
+        self.address = ""
+        """IP address of the client, "" for a Unix socket."""
 
     # asyncio.Protocol.
 
@@ -72,6 +78,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse()
             return
         enable_tcp_keepalive(transport)
+        self.address = peer_address(transport)
         self._context.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -84,7 +91,7 @@ class HttpConnection(asyncio.Protocol):
             self._since = self._context.now
         if self._request is None:
             self._process_requests()
-        elif not self._reading_paused and self._has_backlog():
+        if parser.requests and not self._reading_paused and self._has_backlog():
             self._reading_paused = True
             self._transport.pause_reading()
 
@@ -104,11 +111,14 @@ class HttpConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._writable.clear()
-        self._since = self._context.now
+        self._progress.start(self._context.now, self._transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        self._writable.set()
+        self._progress.stop()
         self._since = self._context.now
+        self._writable.set()
+        if self._request is None:
+            self._process_requests()
 
     # Called by the server.
 
@@ -127,10 +137,14 @@ class HttpConnection(asyncio.Protocol):
         options = self._options
         waited = now - self._since
         if self._closing:
-            if waited > (options.linger if self._lingering else options.write_timeout):
+            if self._lingering:
+                if waited > options.linger:
+                    self._transport.abort()
+            elif self._is_stalled(now) if not self._writable.is_set() else waited > options.write_timeout:
                 self._transport.abort()
         elif not self._writable.is_set():
-            if waited > options.write_timeout:
+            if self._is_stalled(now):
+                logger.info("closed the connection of %s: it does not read its responses", self.peer)
                 self._transport.abort()
         elif self._request is not None:
             return
@@ -220,13 +234,13 @@ class HttpConnection(asyncio.Protocol):
         if self._request is not request or self._closing or not data:
             return  # an empty chunk would end the body
         if self._chunked:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self._write_part(b"%x\r\n%b\r\n" % (len(data), data))
         elif not self._bodyless:
             if self._remaining_length is not None:
                 if len(data) > self._remaining_length:
                     raise ValueError("response body is longer than its Content-Length")
                 self._remaining_length -= len(data)
-            self._transport.write(data)
+            self._write_part(data)
 
     def finish(self, request: Request) -> None:
         """End a streaming response and process the next request."""
@@ -257,7 +271,7 @@ class HttpConnection(asyncio.Protocol):
             return  # called by a handler that responded synchronously; the loop below continues
         self._in_process_requests = True
         parser = self._parser
-        while self._request is None and not self._closing:
+        while self._request is None and not self._closing and self._writable.is_set():
             if parser.requests:
                 self._start_request(parser.requests.popleft())
             elif parser.rejection is not None:
@@ -275,6 +289,14 @@ class HttpConnection(asyncio.Protocol):
         if self._reading_paused and not self._has_backlog():
             self._reading_paused = False
             self._transport.resume_reading()
+
+    def _is_stalled(self, now: float) -> bool:
+        return self._progress.stalled(now, self._transport.get_write_buffer_size())
+
+    def _write_part(self, data: bytes) -> None:
+        if not self._writable.is_set():
+            self._progress.added(len(data))
+        self._transport.write(data)
 
     def _has_backlog(self) -> bool:
         """Whether pipelined requests exceed the limits, so that reading must pause."""
@@ -398,7 +420,7 @@ class HttpConnection(asyncio.Protocol):
     def _handle_disconnect(self) -> None:
         """Cancel the handler of the current request."""
         task, pending = self._task, self._pending
-        self._request = self._task = self._pending = None
+        self._request = self._task = self._pending = self._streaming = None
         self._parser.requests.clear()
         self._closing = True
         self._disconnected.set()

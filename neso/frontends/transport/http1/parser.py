@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import httptools
 
@@ -27,6 +28,9 @@ class Phase(Enum):
 
 
 IDLE, HEAD, BODY = Phase  # globals, since lookup of enum members is slow
+
+# `uri-host [":" port]` of RFC 9110, section 7.2, without the comma, which joins repeated fields. Can be empty.
+_HOST = re.compile(rb"(?:[A-Za-z0-9\-._~!$&'()*+;=%]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,11 @@ class RequestParser:
         self.expects_continue = False
         self._max_body = options.max_body
         self._max_head = options.max_head
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
         # httptools may hold part of the next request after it has received bytes.
         self._use_fast_path = True
         self._ended = False
+        self._valid_host = b""  # the last valid value of Host; clients repeat it in every request
         self._head_started = False
         self._received_ns = 0
         self._fed = 0
@@ -77,6 +82,9 @@ class RequestParser:
             return
         if self._use_fast_path and (fast := parse_plain_request(data, self._max_head, self._max_body)):
             method, target, headers, body = fast
+            if headers[b"host"] != self._valid_host and not self._is_valid_host(headers[b"host"]):
+                self._reject(400, "malformed Host header")
+                return
             self.requests.append(Request(method, target, b"", headers, body))
             return
         self._use_fast_path = False
@@ -103,6 +111,7 @@ class RequestParser:
         self._ended = True
         self.requests.clear()
         self._body.clear()
+        self._parser = None  # refers to this object
 
     def _reject(self, status: int, message: str) -> None:
         self.rejection = Rejection(status, message, self._target, self._headers)
@@ -150,6 +159,8 @@ class RequestParser:
         value = value.rstrip() if value else b""  # the C parser strips leading whitespace only
         if name not in headers:
             headers[name] = value
+        elif name == b"host":
+            self._stop(400, "more than one Host header")
         elif value:
             headers[name] += (b"; " if name == b"cookie" else b", ") + value
 
@@ -166,6 +177,14 @@ class RequestParser:
                 self._stop(505, "HTTP version not supported")
         elif b"host" not in headers:
             self._stop(400, "missing Host header")
+        if b"host" in headers and not self._is_valid_host(headers[b"host"]):
+            self._stop(400, "malformed Host header")
+        if b"transfer-encoding" in headers:
+            # Proxies and servers that disagree on the end of such a request enable request smuggling.
+            if self._version == "1.0":
+                self._stop(400, "Transfer-Encoding in an HTTP/1.0 request")
+            if headers[b"transfer-encoding"].lower() != b"chunked":
+                self._stop(400, "unsupported Transfer-Encoding, expected 'chunked'")
         if b"content-length" in headers:
             length = int(headers[b"content-length"])
             if length > self._max_body:
@@ -175,6 +194,12 @@ class RequestParser:
                 self._stop(417, "unknown expectation")
             self.expects_continue = True
         self.phase = BODY
+
+    def _is_valid_host(self, host: bytes) -> bool:
+        if _HOST.fullmatch(host) is None:
+            return False
+        self._valid_host = host
+        return True
 
     def _check_head_size(self) -> None:
         """Check the exact size of the header fields; the received bytes are only an upper bound."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,9 +19,16 @@ from neso.frontends.transport.http2.frames import (
     window_update,
 )
 from neso.frontends.transport.http2.headers import Headers
+from neso.frontends.transport.tcp import WriteProgress
 
 if TYPE_CHECKING:
     from neso.frontends.transport.http2.connection import Http2Connection
+
+
+logger = logging.getLogger(__name__)
+
+_STALL_CHECK = 1.01
+"""Interval of the checks for a client that does not read, as a multiple of the write timeout."""
 
 
 class StreamEvents(Protocol):
@@ -34,6 +42,19 @@ class StreamEvents(Protocol):
 
     def on_reset(self) -> None:
         """The client reset the stream or disconnected. No more data can be sent."""
+
+
+class _NoEvents:
+    """Events of an ended stream. The stream must not refer to its call, which refers to the stream."""
+
+    def on_data(self, data: bytes) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def on_reset(self) -> None: ...
+
+
+NO_EVENTS = _NoEvents()
 
 
 class Application(Protocol):
@@ -55,10 +76,13 @@ class Http2Stream:
         "_drained",
         "_expected",
         "_held",
+        "_progress",
         "_queue",
+        "_queued",
         "_receive_window",
         "_remaining_length",
         "_reservation",
+        "_stall_timer",
         "_trailers",
         "events",
         "local_closed",
@@ -67,11 +91,10 @@ class Http2Stream:
         "send_window",
     )
 
-    events: StreamEvents
-
     def __init__(self, connection: Http2Connection, number: int, length: int | None) -> None:
         self._connection = connection
         self.number = number
+        self.events: StreamEvents = NO_EVENTS  # set by the connection until the stream ends
         self.send_window = connection.peer_settings.initial_window
         self.local_closed = False
         self.remote_closed = False
@@ -83,6 +106,9 @@ class Http2Stream:
         self._queue: deque[memoryview] | None = (
             None  # data that does not fit the windows or the write buffer yet
         )
+        self._queued = 0  # bytes in the queue
+        self._progress: WriteProgress | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None  # runs while data is queued
         self._trailers: bytes | None = None  # sent after the queue
         self._drained: asyncio.Future[None] | None = None
 
@@ -185,6 +211,15 @@ class Http2Stream:
 
     # Called by the connection.
 
+    def abort(self, code: ErrorCode | None = None, *, by_client: bool = False) -> None:
+        """End the stream before its response is complete, and tell the application. `code`: send RST_STREAM."""
+        events = self.events
+        if code is None:
+            self.close(by_client)
+        else:
+            self.reset(code)
+        events.on_reset()
+
     def receive_data(self, frame_size: int, data_size: int, end: bool) -> None:
         """Account for a DATA frame, which is larger than its data if padded. Raises `Http2StreamError`."""
         if self.remote_closed:
@@ -195,13 +230,14 @@ class Http2Stream:
             self._remaining_length -= data_size
             if self._remaining_length < 0:
                 raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "body longer than content-length")
+        unexpected = frame_size
         if self._expected:
             expected = min(self._expected, frame_size)
             self._expected -= expected
-            if expected < frame_size:
-                self._take(frame_size - expected)
-        else:
-            self._take(frame_size)
+            unexpected -= expected
+        if not self._connection.memory.take(unexpected):
+            raise Http2StreamError(ErrorCode.ENHANCE_YOUR_CALM, "the server holds too much request data")
+        self._held += unexpected
         if end:
             self.close_remote()
         elif frame_size != data_size:
@@ -239,8 +275,10 @@ class Http2Stream:
             self.send_window -= size
             connection.send_window -= size
             connection.queued -= size
+            self._queued -= size
             connection.keepalive.on_sent()
             connection.writer.write_large(frame_header(size, DATA, 0, self.number), first[:size])
+        self._stop_stall_timer()
         self._wake_drain()
         if self._trailers is not None:
             self._end(b"", self._trailers)
@@ -252,19 +290,17 @@ class Http2Stream:
             self._connection.ignore(self.number)
         self.local_closed = self.remote_closed = True
         if self._queue:
-            self._connection.queued -= sum(map(len, self._queue))
+            self._connection.queued -= self._queued
             self._queue = None
+            self._queued = 0
+        self._stop_stall_timer()
         self._trailers = None
+        self.events = NO_EVENTS
         self._wake_drain()
         self._release_all()
         self._connection.remove_stream(self)
 
     # Internal.
-
-    def _take(self, size: int) -> None:
-        if not self._connection.memory.take(size):
-            raise Http2StreamError(ErrorCode.ENHANCE_YOUR_CALM, "the server holds too much request data")
-        self._held += size
 
     def _drop_reservation(self) -> None:
         if self._reservation is not None:
@@ -286,6 +322,35 @@ class Http2Stream:
             self._queue = deque()
         self._queue.append(memoryview(data))
         self._connection.queued += len(data)
+        self._queued += len(data)
+        if self._stall_timer is None:
+            self._start_stall_timer()
+        elif self._progress is not None:
+            self._progress.added(len(data))
+
+    def _start_stall_timer(self) -> None:
+        timeout = self._connection.options.write_timeout
+        loop = asyncio.get_running_loop()
+        self._progress = WriteProgress(timeout)
+        self._progress.start(loop.time(), self._queued)
+        self._stall_timer = loop.call_later(timeout * _STALL_CHECK, self._check_stall)
+
+    def _check_stall(self) -> None:
+        """Reset the stream if the client does not open its window for the queued data."""
+        assert self._progress is not None
+        loop = asyncio.get_running_loop()
+        if self._progress.stalled(loop.time(), self._queued):
+            logger.info("reset a stream of %s: it does not read its response", self._connection.peer)
+            self._stall_timer = None
+            self.abort(ErrorCode.CANCEL)
+        else:
+            timeout = self._connection.options.write_timeout
+            self._stall_timer = loop.call_later(timeout * _STALL_CHECK, self._check_stall)
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = self._progress = None
 
     def _wake_drain(self) -> None:
         if self._drained is not None and not self._drained.done():
@@ -299,7 +364,9 @@ class Http2Stream:
             frames += reset_frame(self.number, ErrorCode.NO_ERROR)
             connection.ignore(self.number)
         self.local_closed = True
+        self.events = NO_EVENTS
         connection.writer.write(frames)
-        self._release_all()
-        connection.on_stream_completed()
+        if self._held or self._reservation is not None:
+            self._release_all()
+        connection.completed += 1
         connection.remove_stream(self)

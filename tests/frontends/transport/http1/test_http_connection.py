@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import socket
 import struct
+import time
 
 import pytest
 from eventually import standstill, until
@@ -18,6 +19,7 @@ from neso.frontends.transport.http1 import (
     Response,
     StreamingResponse,
 )
+from neso.frontends.transport.tcp import WriteProgress
 
 GET = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
 
@@ -292,6 +294,56 @@ async def test_backpressure_blocks_drain(serve, connect) -> None:
     await until(lambda: written)
     assert await standstill(lambda: written, 20_000_000) < 20_000_000  # at most the kernel's buffers
     assert len((await client.answer()).body) == 40_000_000
+
+
+async def test_pipelined_requests_wait_while_responses_are_not_read(serve, connect) -> None:
+    handled = 0
+
+    def handler(request: Request) -> Response:
+        nonlocal handled
+        handled += 1
+        return Response(bytes(1 << 20))
+
+    client = await connect(await serve(handler, write_buffer=1 << 16))
+    for _ in range(200):
+        client.send(GET)
+    await until(lambda: handled)
+    assert await standstill(lambda: handled, 200) < 30  # the kernel's buffers hold some responses
+    for _ in range(200):
+        assert len((await client.answer()).body) == 1 << 20
+    assert handled == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_write_timeout_is_not_renewed_by_received_data(serve, connect, streamed) -> None:
+    async def handler(request: Request) -> Response | StreamingResponse:
+        if not streamed:
+            return Response(bytes(32 << 20))
+        response = StreamingResponse(request)
+        while True:
+            response.write(bytes(1 << 20))
+            await response.drain()
+
+    server = await serve(handler, write_timeout=0.4)
+    client = await connect(server)
+    client.send(GET)
+    connections = server._context.connections
+    await until(lambda: connections)
+    started = time.monotonic()
+    while connections and time.monotonic() - started < 60:
+        client.send(GET)  # requests keep arriving, but nothing is read
+        await asyncio.sleep(0.05)
+    assert not connections
+
+
+def test_slow_reader_is_not_stalled() -> None:
+    progress = WriteProgress(timeout=10)
+    assert not progress.stalled(100, 0)  # the buffer is not full
+    progress.start(0, 1 << 20)
+    assert not progress.stalled(10, 1 << 20)
+    assert not progress.stalled(11, (1 << 20) - WriteProgress.MIN_PROGRESS)
+    progress.added(1 << 20)
+    assert progress.stalled(22, (2 << 20) - WriteProgress.MIN_PROGRESS - 1)  # the new data hides no stall
 
 
 async def test_client_that_never_reads_is_disconnected(serve, connect) -> None:

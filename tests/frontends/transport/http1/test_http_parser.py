@@ -98,6 +98,20 @@ def test_parsing_does_not_depend_on_splits(messages: list[bytes], end: bytes, cu
             400,
         ),
         (b"GET / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: gzip\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
+        (
+            b"GET / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
+        (b"POST / HTTP/1.0\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: h\r\nHost: h\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: h\r\nHost:\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: user@h\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: h/path\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: h:80x\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: [::1\r\n\r\n", 400),
+        (b"GET / HTTP/1.0\r\nHost: a, b\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: h\r\nA\x00B: c\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n", 400),
         (b"CONNECT h:80 HTTP/1.1\r\nHost: h\r\n\r\n", 501),
@@ -120,6 +134,16 @@ def test_rejections(data: bytes, status: int) -> None:
     # Requests before a rejection are kept, bytes after it are ignored.
     requests, rejection, _ = parse([GET + data + GET])
     assert len(requests) == 1 and rejection is not None and rejection.status == status
+
+
+@pytest.mark.parametrize(
+    "host", [b"h", b"", b"h:8000", b"[::1]:8000", b"a-b_c.example.com.", b"1.2.3.4:80", b"h:"]
+)
+def test_valid_hosts_are_accepted(host: bytes) -> None:
+    request = b"GET / HTTP/1.1\r\nHost: " + host + b"\r\n\r\n"
+    for pieces in ([request], [request[:20], request[20:]]):  # the fast path and the full parser
+        requests, rejection, _ = parse(pieces)
+        assert rejection is None and requests[0][3] == {b"host": host}
 
 
 def test_endless_head_is_rejected() -> None:

@@ -21,7 +21,8 @@ async def make() -> AsyncIterator[Callable[..., Client]]:
 
     yield client
     for each in clients:
-        each.server.connection_lost(None)
+        if each.server in each.context.connections:
+            each.server.connection_lost(None)
         assert not each.server.streams
         assert not each.context.connections
         assert not each.context.memory.used

@@ -1,0 +1,170 @@
+"""Limits on the requests in flight, so that no client can fill the server's memory or keep others waiting.
+
+A sequence is one output of a language model (`n`, `best_of` and beams count), one text to embed or score, or one
+request to another model. A client is an API key or, without keys, an address. Requests of models to other models are
+part of the request that caused them, and are not counted.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Annotated
+
+from neso.flags import Flag, integer
+from neso.server.errors import InvalidArgument, Overloaded
+
+CLIENT: ContextVar[str] = ContextVar("client", default="")
+"""Client of the current request, for frontends that do not set `InferenceRequest.client`; "" outside a request."""
+
+_FAIR_SEQUENCES = 64
+"""Sequences that a client may have in flight without any effect on the order of its requests."""
+_SECONDS_PER_SEQUENCE = 0.05
+"""Delay in the waiting queue of a request, for each sequence above `_FAIR_SEQUENCES` that its client has in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Limits on the requests in flight. Raises `InvalidArgument` for limits that contradict each other."""
+
+    request_sequences: Annotated[
+        int,
+        Flag(
+            "max-request-sequences",
+            "Maximum number of sequences of one request: prompts times n, best_of or beams, or texts to embed.",
+            integer(1),
+        ),
+    ] = 2048
+    client_sequences: Annotated[
+        int,
+        Flag(
+            "max-client-sequences",
+            "Maximum number of sequences in flight of one client: an API key, or an address without keys.",
+            integer(1),
+        ),
+    ] = 4096
+    sequences: Annotated[
+        int, Flag("max-sequences", "Maximum number of sequences in flight of all clients.", integer(1))
+    ] = 16384
+    input_bytes: Annotated[
+        int,
+        Flag(
+            "max-inflight-input-bytes",
+            "Maximum size of the inputs in flight in bytes. One client may use half of it.",
+            integer(1),
+        ),
+    ] = 1 << 30
+
+    def __post_init__(self) -> None:
+        if not self.request_sequences <= self.client_sequences <= self.sequences:
+            raise InvalidArgument(
+                "expected --max-request-sequences <= --max-client-sequences <= --max-sequences, got "
+                f"{self.request_sequences}, {self.client_sequences}, {self.sequences}"
+            )
+
+
+class _Client:
+    """What a client has in flight."""
+
+    __slots__ = ("input_bytes", "name", "sequences")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.sequences = 0
+        self.input_bytes = 0
+
+
+class Admission:
+    """Counts the requests in flight. Used on the core's event loop."""
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self.limits = limits
+        self.sequences = 0
+        self.input_bytes = 0
+        self._clients: dict[str, _Client] = {}
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients with requests in flight."""
+        return len(self._clients)
+
+    def check(self, name: str, sequences: int) -> None:
+        """Check whether a request of the client `name` fits, before its parts are admitted one by one.
+
+        Raises `InvalidArgument`, `Overloaded`.
+        """
+        self.check_request(sequences)
+        if name:
+            self._check(self._clients.get(name) or _Client(name), sequences, 0)
+
+    def check_request(self, sequences: int) -> None:
+        """Check the number of sequences of one request. Raises `InvalidArgument`."""
+        limit = self.limits.request_sequences
+        if sequences > limit:
+            raise InvalidArgument(
+                f"the request has {sequences} sequences, at most {limit} are allowed (--max-request-sequences)"
+            )
+
+    def admit(self, name: str, sequences: int, input_bytes: int) -> Ticket:
+        """Count a request of the client `name`. Raises `InvalidArgument`, `Overloaded`."""
+        self.check_request(sequences)
+        client = self._clients.get(name) or _Client(name)
+        self._check(client, sequences, input_bytes)
+        self._clients[name] = client
+        ticket = Ticket(self, client)
+        self._add(ticket, sequences, input_bytes)
+        return ticket
+
+    def _check(self, client: _Client, sequences: int, input_bytes: int) -> None:
+        limits = self.limits
+        if client.sequences + sequences > limits.client_sequences:
+            raise Overloaded(
+                f"too many requests: this client has {client.sequences} sequences in flight, at most "
+                f"{limits.client_sequences} are allowed"
+            )
+        if self.sequences + sequences > limits.sequences:
+            raise Overloaded(f"the server is overloaded: {self.sequences} sequences are in flight")
+        # One request is always accepted: the frontends limit its size.
+        if client.input_bytes and client.input_bytes + input_bytes > limits.input_bytes // 2:
+            raise Overloaded(
+                f"too many requests: this client has inputs of {client.input_bytes} bytes in flight"
+            )
+        if self.input_bytes and self.input_bytes + input_bytes > limits.input_bytes:
+            raise Overloaded(f"the server is overloaded: inputs of {self.input_bytes} bytes are in flight")
+
+    def _add(self, ticket: Ticket, sequences: int, input_bytes: int) -> None:
+        client = ticket.client
+        ticket.sequences += sequences
+        ticket.input_bytes += input_bytes
+        client.sequences += sequences
+        client.input_bytes += input_bytes
+        self.sequences += sequences
+        self.input_bytes += input_bytes
+        if not client.sequences:
+            self._clients.pop(client.name, None)
+
+
+class Ticket:
+    """The part of a request in the limits. `release` when the request has ended."""
+
+    __slots__ = ("_admission", "client", "input_bytes", "queue_delay", "sequences")
+
+    def __init__(self, admission: Admission, client: _Client) -> None:
+        self._admission = admission
+        self.client = client
+        self.sequences = 0
+        self.input_bytes = 0
+        self.queue_delay = max(0.0, _SECONDS_PER_SEQUENCE * (client.sequences - _FAIR_SEQUENCES))
+        """Seconds by which requests of other clients may arrive later and still go first."""
+
+    def grow(self, sequences: int) -> None:
+        """Count further sequences of the request. Raises `InvalidArgument`, `Overloaded`."""
+        if sequences > 0:
+            self._admission.check_request(self.sequences + sequences)
+            self._admission._check(self.client, sequences, 0)
+            self._admission._add(self, sequences, 0)
+
+    def release(self) -> None:
+        """Return the part of the request. Idempotent."""
+        if self.sequences:
+            self._admission._add(self, -self.sequences, -self.input_bytes)
