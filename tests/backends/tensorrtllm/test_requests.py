@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from test_bad_adapters import as_tensors
 from trtllm_repository import PROMPT
 
+from neso.backends.tensorrtllm.backend import MAX_WARNINGS
 from neso.engine.text.tokenizer import Tokenizer
 from neso.server.errors import ServerError
 
@@ -173,6 +174,8 @@ async def test_request_parameters_are_used_as_inputs(serve_model, caplog):
     for _ in range(2):
         await tokens(temprature=0.5)
     assert caplog.text.count("request parameter 'temprature' has no effect") == 1
+    await tokens(**{f"name{number}": 1 for number in range(2 * MAX_WARNINGS)})
+    assert caplog.text.count("has no effect") == MAX_WARNINGS
 
 
 async def test_both_names_of_the_length_penalty(serve_model):
