@@ -260,7 +260,6 @@ def binary_tensor(data: bytes) -> None:
 
 
 @target(
-    decompress.__name__.encode(),
     b"\x1f\x8b\x08\0\0\0\0\0\0\xff\x4b\x04\0\x43\xbe\xb7\xe8\1\0\0\0",
     b"\x78\x9c\x4b\x04\0\0\x62\0\x62",
 )
