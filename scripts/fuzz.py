@@ -16,6 +16,7 @@ import argparse
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 FUZZ_TESTS = Path(__file__).parents[1] / "tests" / "fuzz"
@@ -75,6 +76,14 @@ def fuzz(name: str, seconds: float, corpus: Path, findings: Path) -> int:
         from fuzz_targets import TARGETS
 
     target = TARGETS[name]
+
+    def run(data: bytes) -> None:
+        try:
+            target.run(data)
+        except BaseException:
+            (failures / f"{zlib.crc32(data):08x}").write_bytes(data)
+            raise
+
     generated, failures = corpus / name, findings / name
     generated.mkdir(parents=True, exist_ok=True)
     failures.mkdir(parents=True, exist_ok=True)
@@ -89,7 +98,7 @@ def fuzz(name: str, seconds: float, corpus: Path, findings: Path) -> int:
         "-print_final_stats=1",
         "-verbosity=1",
     ]
-    atheris.Setup([sys.argv[0], *options, str(generated)], target.run)
+    atheris.Setup([sys.argv[0], *options, str(generated)], run)
     atheris.Fuzz()
     return 0
 

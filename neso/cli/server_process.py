@@ -10,12 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
 
 import uvloop
 
 from neso.cli.flag_values import OptionError
 from neso.cli.serve_options import ModelArgument, ServeOptions
+from neso.frontends import Frontend
 from neso.frontends.transport.http1 import AsgiApp, AsgiServer, BindError
 from neso.server.core import Core
 from neso.server.errors import ServerError
@@ -36,17 +36,6 @@ PROTOCOLS = {
     "metrics": "Prometheus /metrics",
     "openai": "OpenAI API /v1, docs at /docs",
 }
-
-
-class Frontend(Protocol):
-    """A server of one protocol."""
-
-    @property
-    def port(self) -> int: ...
-
-    async def start(self) -> None: ...
-
-    async def stop(self, grace: float) -> None: ...
 
 
 def run(command_line: Mapping[str, list[str]]) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+from neso.frontends import Frontend
 from neso.frontends.frontend_options import GrpcOptions, HttpOptions, MetricsOptions
 from neso.frontends.kserve.grpc_frontend import KServeGrpc as GrpcFrontend
 from neso.frontends.kserve.http_frontend import KServeHttp as HttpFrontend
@@ -16,17 +17,6 @@ Options = TypeVar("Options")
 Self = TypeVar("Self", bound="InProcessFrontend[Any]")
 
 
-class AsyncFrontend(Protocol):
-    """A frontend on the core's event loop."""
-
-    @property
-    def port(self) -> int: ...
-
-    async def start(self) -> None: ...
-
-    async def stop(self, grace: float) -> None: ...
-
-
 class InProcessFrontend(Generic[Options]):
     """Serves the models of an in-process server to clients. As a context manager, starts and stops the frontend.
 
@@ -36,7 +26,7 @@ class InProcessFrontend(Generic[Options]):
     def __init__(self, server: Server, options: Options | None = None) -> None:
         self._server = server
         self._options = options
-        self._frontend: AsyncFrontend | None = None
+        self._frontend: Frontend | None = None
 
     @property
     def port(self) -> int:
@@ -72,15 +62,15 @@ class InProcessFrontend(Generic[Options]):
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    async def _begin(self, frontend: AsyncFrontend) -> None:
+    async def _begin(self, frontend: Frontend) -> None:
         await frontend.start()
         self._server.attach(frontend)
 
-    async def _end(self, frontend: AsyncFrontend, grace: float) -> None:
+    async def _end(self, frontend: Frontend, grace: float) -> None:
         self._server.detach(frontend)
         await frontend.stop(grace)
 
-    def _make(self, core: Core, options: Options | None) -> AsyncFrontend:
+    def _make(self, core: Core, options: Options | None) -> Frontend:
         raise NotImplementedError
 
 
@@ -89,7 +79,7 @@ class KServeHttp(InProcessFrontend[HttpOptions]):
 
     Options = HttpOptions
 
-    def _make(self, core: Core, options: HttpOptions | None) -> AsyncFrontend:
+    def _make(self, core: Core, options: HttpOptions | None) -> Frontend:
         return HttpFrontend(core, options)
 
 
@@ -98,7 +88,7 @@ class KServeGrpc(InProcessFrontend[GrpcOptions]):
 
     Options = GrpcOptions
 
-    def _make(self, core: Core, options: GrpcOptions | None) -> AsyncFrontend:
+    def _make(self, core: Core, options: GrpcOptions | None) -> Frontend:
         return GrpcFrontend(core, options)
 
 
@@ -107,5 +97,5 @@ class Metrics(InProcessFrontend[MetricsOptions]):
 
     Options = MetricsOptions
 
-    def _make(self, core: Core, options: MetricsOptions | None) -> AsyncFrontend:
+    def _make(self, core: Core, options: MetricsOptions | None) -> Frontend:
         return MetricsHttp(core, options)

@@ -194,8 +194,8 @@ class Tensor:
             raise InvalidArgument(f"tensor '{self.name}' holds bytes that are not UTF-8") from None
 
 
-MAX_DIMENSIONS = 64
-"""Maximum number of dimensions of a tensor: that of numpy."""
+MAX_DIMENSIONS = 32
+"""Maximum number of dimensions of a tensor: that of numpy's iterators."""
 _MAX_BYTES = 2**63 - 1
 
 

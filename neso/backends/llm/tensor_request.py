@@ -226,11 +226,10 @@ def read_tensors(request: InferenceRequest) -> TensorRequest:
 def read_scalars(request: InferenceRequest, scalars: Mapping[str, Any]) -> TensorRequest:
     """Read a request whose `SCALAR_INPUTS` are Python values. Raises `InvalidArgument`."""
     prompt: str = scalars["text_input"]
-    requested = {
-        name.removeprefix("return_")
-        for name, value in scalars.items()
-        if name.startswith("return_") and value
-    }
+    requested: set[str] = set()
+    for name, value in scalars.items():
+        if name.startswith("return_") and value:
+            requested.add(name.removeprefix("return_"))
     values = _sampling_values(request, scalars)
     lora = requested_adapter(request, values)
     draft = _draft(request, values)
@@ -250,7 +249,7 @@ def read_scalars(request: InferenceRequest, scalars: Mapping[str, Any]) -> Tenso
             queue_timeout_ms=request.timeout_us / 1000 if request.timeout_us else None,
             lora=lora,
             draft=draft,
-            **_vectors(request),
+            **(_vectors(request) if request.inputs else {}),
         ),
         prompt=prompt,
         stream=bool(scalars.get("stream", False)),

@@ -82,13 +82,18 @@ class MappedTensors(ABC, Generic[Entry]):
         """Check the format before the file is mapped. Raises `CheckpointError`."""
 
     def _view(self, entry: Entry, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Return a view of a tensor. Raises `CheckpointError` if the file is closed."""
+        """Return a view of a tensor. Raises `CheckpointError` if the file is closed or the shape is impossible."""
         if self._buffer is None:
             raise CheckpointError(f"{self.path}: the file is closed")
         count = math.prod(shape)
-        if count == 0:
-            return np.empty(shape, dtype)
-        return np.frombuffer(self._buffer, dtype, count, self._data_start + entry.start).reshape(shape)
+        try:
+            if count == 0:
+                return np.empty(shape, dtype)
+            return np.frombuffer(self._buffer, dtype, count, self._data_start + entry.start).reshape(shape)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.path}: no tensor can have the shape {list(shape)}: {error}"
+            ) from None
 
     def _map(self) -> mmap.mmap:
         try:

@@ -125,7 +125,8 @@ def _read_plain(
         if name in inference.inputs:
             raise _duplicate_input(name)
         datatype = DataType.parse(datatype_name, name)
-        element_count(shape, name)
+        if 0 in shape:
+            element_count(shape, name)  # checks the other extents
         if isinstance(content, bytearray):
             inference.inputs[name] = Tensor(name, datatype, np.ndarray(shape, datatype.dtype, content))
         elif isinstance(content, int):

@@ -43,7 +43,7 @@ class Dispatcher:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        known = [at for at in times if at is not None]
+        known = list(filter(None, times))
         if known and not self._stopped:
             seconds = max(min(known) - time.monotonic_ns(), 0) * 1e-9
             self._timer = asyncio.get_running_loop().call_later(seconds, self._run)

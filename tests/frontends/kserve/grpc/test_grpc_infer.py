@@ -145,7 +145,7 @@ async def test_parameters_round_trip(stub):
             },
             "output 'OUT_FP32' already exists in request",
         ),
-        ({"inputs": [one_input(shape=[1] * 65)], "raw_input_contents": [bytes(4)]}, "it has 65 dimensions"),
+        ({"inputs": [one_input(shape=[1] * 33)], "raw_input_contents": [bytes(4)]}, "it has 33 dimensions"),
         ({"inputs": [one_input(shape=[0, 2**62])], "raw_input_contents": [b""]}, "exceed maximum size"),
         ({"inputs": [one_input(shape=[-1])], "raw_input_contents": [b""]}, "negative dimension"),
         ({"inputs": [one_input()], "raw_input_contents": [bytes(8)] * 2}, "got 2 for 1 inputs"),

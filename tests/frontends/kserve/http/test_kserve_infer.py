@@ -198,7 +198,7 @@ def wrong(change: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         (wrong({"data": [1, None]}), "non-signed-integer as signed-integer"),
         (wrong({"data": [1, "2"]}), "non-signed-integer as signed-integer"),
         (wrong({"data": [1, 2**31]}), "out of range for INT32"),
-        (wrong({"shape": [1] * 65, "data": [1]}), "it has 65 dimensions, at most 64 are supported"),
+        (wrong({"shape": [1] * 33, "data": [1]}), "it has 33 dimensions, at most 32 are supported"),
         (
             wrong({"shape": [2**4, 2**60 + 2]}),
             "causes total element count to exceed maximum size of 9223372036854775807",
@@ -207,7 +207,7 @@ def wrong(change: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         (wrong({"shape": [0, 2**62], "data": []}), "causes total element count to exceed maximum size"),
         ({"inputs": [tensor("BYTES", [], [0, 2**62])]}, "causes total element count to exceed maximum size"),
         ({"inputs": [tensor("BYTES", ["a", "b"], [3])]}, "Shape does not match true shape of 'data' field"),
-        ({"inputs": [tensor("BYTES", ["a", "b"], [1] * 65)]}, "it has 65 dimensions"),
+        ({"inputs": [tensor("BYTES", ["a", "b"], [1] * 33)]}, "it has 33 dimensions"),
         (b'{"x": NaN, "y": ' + b"1" * 5000 + b"}", "failed to parse the request JSON buffer"),
         (
             wrong({"shape": [1], "data": nested(99, 1)}),
