@@ -44,3 +44,15 @@ def write_plain_infer(
     other names. None if unsupported: strings that JSON must escape; BYTES, FP16 and BF16 as JSON; NaN and infinite
     numbers; more than 64 KiB of outputs.
     """
+
+def scan_infer_request(data: bytes, max_messages: int, max_values: int) -> int:
+    """Return the number of fields of a `ModelInferRequest`, and of elements of its packed fields.
+
+    Raises `OverflowError` beyond the limits (`max_messages`: nested messages), `ValueError` for malformed messages.
+    """
+
+def split_infer_request(data: bytes, max_messages: int, max_values: int) -> tuple[int, bytes, list[bytes]]:
+    """Like `scan_infer_request`; also return the message without its raw inputs, and the raw inputs."""
+
+def scan_load_request(data: bytes, max_messages: int, max_values: int) -> None:
+    """Check a `RepositoryModelLoadRequest` in the same way."""

@@ -2,9 +2,13 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+
 #include "wire/http_request.h"
 #include "wire/infer_request.h"
 #include "wire/infer_response.h"
+#include "wire/protobuf_scan.h"
+#include "wire/python.h"
 
 namespace nb = nanobind;
 
@@ -24,6 +28,25 @@ class Buffer {
 };
 
 nb::object or_none(PyObject* object) { return object == nullptr ? nb::none() : nb::steal(object); }
+
+std::string_view view(const nb::bytes& data) { return {data.c_str(), data.size()}; }
+
+void check(const neso::wire::Scan& scan) {
+    if (scan.error == nullptr) return;
+    // Limits are reported as OverflowError, malformed messages as ValueError.
+    PyErr_SetString(scan.exceeds_limits ? PyExc_OverflowError : PyExc_ValueError, scan.error);
+    throw nb::python_error();
+}
+
+nb::bytes join(const std::vector<std::string_view>& parts) {
+    std::size_t size = 0;
+    for (const auto& part : parts) size += part.size();
+    nb::bytes joined = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
+    if (!joined.is_valid()) throw nb::python_error();
+    char* pos = PyBytes_AS_STRING(joined.ptr());
+    for (const auto& part : parts) pos = std::copy(part.begin(), part.end(), pos);
+    return joined;
+}
 
 }  // namespace
 
@@ -46,4 +69,28 @@ NB_MODULE(_wire, module) {
         },
         nb::arg("id"), nb::arg("model_name"), nb::arg("model_version"), nb::arg("outputs"), nb::arg("binary"),
         nb::arg("binary_by_default"));
+    module.def(
+        "scan_infer_request",
+        [](nb::bytes data, std::uint64_t max_messages, std::uint64_t max_values) {
+            const auto scan = neso::wire::scan_infer_request(view(data), {max_messages, max_values}, false);
+            check(scan);
+            return scan.values;
+        },
+        nb::arg("data"), nb::arg("max_messages"), nb::arg("max_values"));
+    module.def(
+        "split_infer_request",
+        [](nb::bytes data, std::uint64_t max_messages, std::uint64_t max_values) {
+            const auto scan = neso::wire::scan_infer_request(view(data), {max_messages, max_values}, true);
+            check(scan);
+            nb::list raw;
+            for (const auto& content : scan.raw) raw.append(nb::bytes(content.data(), content.size()));
+            return nb::make_tuple(scan.values, join(scan.rest), raw);
+        },
+        nb::arg("data"), nb::arg("max_messages"), nb::arg("max_values"));
+    module.def(
+        "scan_load_request",
+        [](nb::bytes data, std::uint64_t max_messages, std::uint64_t max_values) {
+            check(neso::wire::scan_load_request(view(data), {max_messages, max_values}));
+        },
+        nb::arg("data"), nb::arg("max_messages"), nb::arg("max_values"));
 }

@@ -246,6 +246,14 @@ class GrpcOptions:
             integer(1, INT_MAX),
         ),
     ] = 64 << 20
+    max_message_values: Annotated[
+        int,
+        Flag(
+            "grpc-max-message-values",
+            "Maximum number of fields of an infer request, and of elements of its typed contents.",
+            integer(1),
+        ),
+    ] = 1_000_000
     max_streams: Annotated[
         int,
         Flag("grpc-max-concurrent-streams", "Maximum number of calls in flight of a connection.", integer(1)),

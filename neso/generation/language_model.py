@@ -100,6 +100,8 @@ class SupportsLora(Protocol):
 
 _LONG_TEXT = 8
 """Characters per token above which a text probably exceeds a number of tokens; English has about four."""
+_COUNTED_PIECE = 1 << 20
+"""Characters that are tokenized at once to count tokens; each takes up to 200 bytes."""
 _CUT_MARGIN = 256
 """By how many tokens a cut can change the tokens of a text before the cut, at most."""
 
@@ -135,6 +137,16 @@ def encode_prompt(
     if at_least:
         raise PromptTooLong(at_least, max_model_len, exact=False)
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def count_tokens(tokenizer: TokenizerLike, text: str, *, add_special_tokens: bool = True) -> int:
+    """Return the number of tokens of a text. Long texts are tokenized in pieces, so the number is approximate."""
+    starts = range(0, max(len(text), 1), _COUNTED_PIECE)
+    pieces = (text[start : start + _COUNTED_PIECE] for start in starts)
+    return sum(
+        len(tokenizer.encode(piece, add_special_tokens=add_special_tokens and number == 0))
+        for number, piece in enumerate(pieces)
+    )
 
 
 async def encode_text(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from neso.generation import PromptTooLong, cut_text, encode_prompt, encode_text
+from neso.generation import PromptTooLong, count_tokens, cut_text, encode_prompt, encode_text
 
 CONTEXT = 100
 
@@ -67,3 +67,10 @@ def test_cut_texts_have_the_tokens_at_their_side() -> None:
     assert text.endswith(end) and len(end) == len(start)
     assert tokenizer.encode(end)[-CONTEXT:] == tokenizer.encode(text)[-CONTEXT:]
     assert cut_text(tokenizer, text, 25_000) == (text, 0)  # type: ignore[arg-type]
+
+
+def test_tokens_of_a_long_text_are_counted_in_pieces() -> None:
+    tokenizer = CountingTokenizer()
+    assert count_tokens(tokenizer, "", add_special_tokens=False) == 0  # type: ignore[arg-type]
+    assert count_tokens(tokenizer, "a" * 10) == 3  # type: ignore[arg-type]
+    assert count_tokens(tokenizer, "a" * (3 << 20)) == 3 << 18  # type: ignore[arg-type]

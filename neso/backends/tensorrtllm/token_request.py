@@ -58,8 +58,10 @@ _NAMES = {
 
 _UNSUPPORTED = {
     "encoder_input_features": "models with an encoder are not run",
+    "encoder_output_lengths": "models with an encoder are not run",
     "cross_attention_mask": "models with an encoder are not run",
     "mrope_rotary_cos_sin": "multimodal rotary embeddings (mRoPE) are not supported",
+    "mrope_position_deltas": "multimodal rotary embeddings (mRoPE) are not supported",
     "context_phase_params": "disaggregated serving is not supported",
     "lookahead_window_size": "there is no lookahead decoding; use `speculative: ngram`",
     "lookahead_ngram_size": "there is no lookahead decoding; use `speculative: ngram`",
@@ -201,8 +203,11 @@ class RequestReader:
             if error.field == "min_tokens" and not row.has("min_tokens"):
                 raise InvalidArgument(f"min_length: {error.message}") from None
             raise convert_error(error) from None
-        sent = row.prompt()
-        prompt, table = self._embeddings_of(sent, row.optional("prompt_embedding_table"))
+        if row.has("prompt_vocab_size") and not row.has("prompt_embedding_table"):
+            self._warn("prompt_vocab_size has no effect without prompt_embedding_table")
+        ids = row.prompt()
+        sent: list[int] = ids.tolist()
+        prompt, table = self._embeddings_of(ids, sent, row.optional("prompt_embedding_table"))
         return TokenRequest(
             generation=GenerationRequest(
                 prompt,
@@ -226,7 +231,7 @@ class RequestReader:
         )
 
     def _embeddings_of(
-        self, prompt: list[int], table: npt.NDArray[Any] | None
+        self, ids: npt.NDArray[Any], prompt: list[int], table: npt.NDArray[Any] | None
     ) -> tuple[list[int], npt.NDArray[Any] | None]:
         """Return the prompt and the table of its virtual tokens, whose ids start at the vocabulary size.
 
@@ -235,18 +240,18 @@ class RequestReader:
         embeddings = self._embeddings
         vocab_size = embeddings.vocab_size
         if table is not None:
-            if not any(token >= vocab_size for token in prompt):
+            if not (ids >= vocab_size).any():
                 self._warn(
                     "prompt_embedding_table has no effect: input_ids has no virtual tokens, whose ids start at "
                     f"{vocab_size}, the vocabulary size; a prompt given as text never has"
                 )
             return prompt, table
-        inside = [0 <= token < vocab_size for token in prompt]
-        if all(inside) or not embeddings.replaceable:
+        outside = (ids < 0) | (ids >= vocab_size)
+        if not (embeddings.replaceable and outside.any()):
             return prompt, None
         self._warn("input_ids has tokens outside the vocabulary, their embeddings are zero")
-        ids = [token if known else vocab_size for token, known in zip(prompt, inside, strict=True)]
-        return ids, np.zeros((1, embeddings.hidden_size), np.float32)
+        replaced: list[int] = np.where(outside, vocab_size, ids).tolist()
+        return replaced, np.zeros((1, embeddings.hidden_size), np.float32)
 
     def _sampling(self, row: _Row, end_id: int, requested: frozenset[str]) -> dict[str, Any]:
         values: dict[str, Any] = {
@@ -360,14 +365,13 @@ class _Row:
             raise InvalidArgument(f"{name}: is not UTF-8") from None
         return text
 
-    def prompt(self) -> list[int]:
+    def prompt(self) -> npt.NDArray[Any]:
         """Return the first `input_lengths` tokens of `input_ids`; the rest is padding."""
         ids = self.array("input_ids").reshape(-1)
         length = self.scalar("input_lengths", len(ids))
         if not 0 < length <= len(ids):
             raise InvalidArgument(f"input_lengths: is {length}, input_ids has {len(ids)} tokens")
-        prompt: list[int] = ids[:length].tolist()
-        return prompt
+        return ids[:length]
 
     def requested(self) -> frozenset[str]:
         names = (name for name in self.request.inputs if name.startswith("return_"))

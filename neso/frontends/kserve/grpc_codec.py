@@ -1,5 +1,7 @@
 """Codec of infer requests and responses over gRPC.
 
+Protobuf creates an object for each nested message and element, so a native scan first counts the fields of a request.
+
 Protobuf copies large tensors two or three times. Instead, raw inputs are cut out of the bytes before protobuf parses
 the rest, and raw outputs are appended to the bytes that protobuf has serialized: a message's fields may be
 concatenated, and `raw_output_contents` is the last one.
@@ -15,6 +17,7 @@ import numpy as np
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
+from neso import _wire
 from neso.frontends.kserve.errors import STATUSES
 from neso.frontends.kserve.grpc_tensors import (
     OutputOptions,
@@ -34,14 +37,28 @@ FINAL_RESPONSE = "triton_final_response"
 
 GRPC_STATUSES = {code: grpc.StatusCode[name] for code, (_, name) in STATUSES.items()}
 
-# Wire types of fields. A field's tag is its number << 3 | wire type.
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_RAW_INPUT_CONTENTS = 7 << 3 | _LENGTH
-_RAW_OUTPUT_CONTENTS = bytes([6 << 3 | _LENGTH])
-_INFER_RESPONSE = bytes([2 << 3 | _LENGTH])
+# Tags of fields: the number << 3 | wire type 2, a length before the content.
+_RAW_OUTPUT_CONTENTS = bytes([6 << 3 | 2])
+_INFER_RESPONSE = bytes([2 << 3 | 2])
 
+_MAX_MESSAGES = 10_000  # inputs, outputs and parameters of a request, and their parts
 _LARGE_MESSAGE = 64 * 1024  # bytes; protobuf is faster for smaller messages
 _LARGE_TENSOR = 64 * 1024  # bytes; copying is faster than a view for smaller tensors
+
+
+INLINE_VALUES = 20_000
+"""Messages with more fields and elements are not decoded on the event loop."""
+
+
+class ScannedMessage(NamedTuple):
+    """The bytes of a `ModelInferRequest` within the limits.
+
+    `values`: number of fields, and of elements of typed contents. `raw_inputs`: None if they are still in `data`.
+    """
+
+    values: int
+    data: bytes
+    raw_inputs: list[bytes] | None
 
 
 class InferMessage(NamedTuple):
@@ -51,16 +68,38 @@ class InferMessage(NamedTuple):
     raw_inputs: Sequence[bytes]
 
 
-def decode_infer_message(data: bytes) -> InferMessage:
+def scan_infer_message(data: bytes, max_values: int) -> ScannedMessage:
+    """Check the number of fields before protobuf creates an object for each. Raises `InvalidArgument`."""
+    try:
+        if len(data) < _LARGE_MESSAGE:
+            return ScannedMessage(_wire.scan_infer_request(data, _MAX_MESSAGES, max_values), data, None)
+        return ScannedMessage(*_wire.split_infer_request(data, _MAX_MESSAGES, max_values))
+    except OverflowError as error:
+        raise InvalidArgument(
+            f"ModelInferRequest has {error}: the limits are {_MAX_MESSAGES} tensors and parameters, and {max_values} "
+            "elements outside raw_input_contents"
+        ) from None
+    except ValueError as error:
+        raise InvalidArgument(f"malformed ModelInferRequest: {error}") from None
+
+
+def decode_infer_message(scanned: ScannedMessage) -> InferMessage:
     """Parse a `ModelInferRequest`. Raises `InvalidArgument`."""
     try:
-        if len(data) >= _LARGE_MESSAGE:
-            rest, raw_inputs = _split_raw_inputs(data)
-            return InferMessage(service_pb2.ModelInferRequest.FromString(rest), raw_inputs)
-        request = service_pb2.ModelInferRequest.FromString(data)
-    except (DecodeError, ValueError, IndexError) as error:
+        request = service_pb2.ModelInferRequest.FromString(scanned.data)
+    except (DecodeError, ValueError) as error:
         raise InvalidArgument(f"malformed ModelInferRequest: {error}") from None
-    return InferMessage(request, request.raw_input_contents)
+    raw_inputs = scanned.raw_inputs
+    return InferMessage(request, request.raw_input_contents if raw_inputs is None else raw_inputs)
+
+
+def decode_load_request(data: bytes) -> Any:
+    """Parse a `RepositoryModelLoadRequest`. Raises `InvalidArgument`."""
+    try:
+        _wire.scan_load_request(data, _MAX_MESSAGES, _MAX_MESSAGES * 8)
+        return service_pb2.RepositoryModelLoadRequest.FromString(data)
+    except (DecodeError, ValueError, OverflowError) as error:
+        raise InvalidArgument(f"malformed RepositoryModelLoadRequest: {error}") from None
 
 
 def read_infer_request(
@@ -100,46 +139,6 @@ def encode_stream_error(model_name: str, request_id: str, error: ServerError, *,
     message.infer_response.id = request_id
     message.infer_response.parameters[FINAL_RESPONSE].bool_param = final
     return message.SerializeToString()  # type: ignore[no-any-return]
-
-
-def _split_raw_inputs(data: bytes) -> tuple[bytes, list[bytes]]:
-    """Return the message without its raw inputs, and copies of the raw inputs (views might be unaligned)."""
-    rest: list[bytes] = []
-    raw_inputs: list[bytes] = []
-    pos = 0
-    while pos < len(data):
-        start = pos
-        tag, pos = _read_varint(data, pos)
-        wire_type = tag & 7
-        if wire_type == _LENGTH:
-            length, pos = _read_varint(data, pos)
-            end = pos + length
-        elif wire_type == _VARINT:
-            _, end = _read_varint(data, pos)
-        elif wire_type in (_FIXED64, _FIXED32):
-            end = pos + (8 if wire_type == _FIXED64 else 4)
-        else:
-            raise ValueError(f"invalid field tag {tag}")
-        if end > len(data):
-            raise ValueError("the last field is cut off")
-        if tag == _RAW_INPUT_CONTENTS:
-            raw_inputs.append(data[pos:end])
-        else:
-            rest.append(data[start:end])
-        pos = end
-    return b"".join(rest), raw_inputs
-
-
-def _read_varint(data: bytes, pos: int) -> tuple[int, int]:
-    """Decode the varint at `pos`; also return the position after it."""
-    value = shift = 0
-    while True:
-        byte = data[pos]
-        pos += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, pos
-        shift += 7
 
 
 def _encode_parts(

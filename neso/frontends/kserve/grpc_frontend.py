@@ -68,7 +68,8 @@ class KServeGrpc:
         interceptors = (RestrictionInterceptor(options.restrictions),) if options.restrictions else ()
         server = GrpcServer(options.server(), interceptors, self._limits)
         calls = ActiveCalls()
-        register_methods(KServeService(self._core, options.header_forwarding), calls, server)
+        service = KServeService(self._core, options.header_forwarding)
+        register_methods(service, calls, server, options.max_message_values)
         try:
             await server.start()
         except (OSError, OverflowError) as error:

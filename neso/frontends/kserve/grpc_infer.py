@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import Callable, Mapping
@@ -11,13 +12,19 @@ from neso.frontends.kserve.errors import as_server_error
 from neso.frontends.kserve.grpc_calls import STOPPING, ActiveCalls, text_metadata
 from neso.frontends.kserve.grpc_codec import (
     GRPC_STATUSES,
+    INLINE_VALUES,
+    InferMessage,
+    ScannedMessage,
     decode_infer_message,
     encode_response,
     read_infer_request,
+    scan_infer_message,
 )
+from neso.frontends.kserve.grpc_tensors import OutputOptions
 from neso.frontends.kserve.service import KServeService, finish_trace
 from neso.frontends.transport.grpc import CallbackCall
 from neso.server.errors import Unavailable
+from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream, SingleResponse
 from neso.server.shared_memory.regions import SharedMemoryWindow
 from neso.server.tracing import Trace
@@ -26,34 +33,79 @@ PROTOCOL = "GRPC"  # part of the names of trace activities
 RECEIVE_STAMPS = ("GRPC_WAITREAD_START", "GRPC_WAITREAD_END")
 
 
-class ModelInfer:
-    """Handler of ModelInfer: decodes the message and submits the request."""
+Decoded = tuple[InferMessage, InferenceRequest, OutputOptions]
 
-    def __init__(self, service: KServeService, calls: ActiveCalls) -> None:
+
+class ModelInfer:
+    """Handler of ModelInfer: decodes the message and submits the request.
+
+    `max_values`: limit on the fields of a message. Messages with many are decoded in a thread.
+    """
+
+    def __init__(self, service: KServeService, calls: ActiveCalls, max_values: int) -> None:
         self._service = service
         self._calls = calls
+        self._max_values = max_values
 
     def __call__(self, data: bytes, call: CallbackCall) -> None:
-        service = self._service
-        received_ns = time.monotonic_ns() if service.tracing.enabled else 0
+        received_ns = time.monotonic_ns() if self._service.tracing.enabled else 0
         responder = _Responder(self._calls, call)
         try:
-            infer = decode_infer_message(data)
-            message = infer.request
-            model = service.find_unary_model(message.model_name, message.model_version, "ModelInfer RPC")
-            if received_ns:
-                header: Callable[[str], Any] = dict(call.invocation_metadata()).get
-                responder.trace = service.start_trace(model.name, header, received_ns, RECEIVE_STAMPS)
-            request, output = read_infer_request(infer, service.shared_memory)
-            request.client, request.input_bytes = call.address, len(data)
-            responder.shared = output.shared
-            self._calls.add_pending(responder)
-            call.on_cancel = responder.cancel
-            service.prepare(request, functools.partial(text_metadata, call), responder.trace)
-            responder.stream = stream = model.submit(request)
-            stream.consume(SingleResponse(responder))
+            scanned = scan_infer_message(data, self._max_values)
+            if scanned.values > INLINE_VALUES:
+                self._decode_in_thread(scanned, len(data), responder, call, received_ns)
+                return
+            infer = decode_infer_message(scanned)
+            self._start(infer, None, len(data), responder, call, received_ns)
         except Exception as error:
             responder.fail(error)
+
+    def _decode_in_thread(
+        self, scanned: ScannedMessage, size: int, responder: _Responder, call: CallbackCall, received_ns: int
+    ) -> None:
+        def decode() -> Decoded:
+            infer = decode_infer_message(scanned)
+            return infer, *read_infer_request(infer, self._service.shared_memory)
+
+        def start(future: asyncio.Future[Decoded]) -> None:
+            self._calls.remove_pending(responder)
+            if call.done:
+                future.exception()  # retrieved, so that it is not logged
+                return
+            try:
+                infer, request, output = future.result()
+                self._start(infer, (request, output), size, responder, call, received_ns)
+            except Exception as error:
+                responder.fail(error)
+
+        self._calls.add_pending(responder)
+        call.on_cancel = responder.cancel
+        asyncio.get_running_loop().run_in_executor(None, decode).add_done_callback(start)
+
+    def _start(
+        self,
+        infer: InferMessage,
+        read: tuple[InferenceRequest, OutputOptions] | None,
+        size: int,
+        responder: _Responder,
+        call: CallbackCall,
+        received_ns: int,
+    ) -> None:
+        """Submit a request, which `read` holds if it was read in a thread. `size`: bytes of the message."""
+        service = self._service
+        message = infer.request
+        model = service.find_unary_model(message.model_name, message.model_version, "ModelInfer RPC")
+        if received_ns:
+            header: Callable[[str], Any] = dict(call.invocation_metadata()).get
+            responder.trace = service.start_trace(model.name, header, received_ns, RECEIVE_STAMPS)
+        request, output = read or read_infer_request(infer, service.shared_memory)
+        request.client, request.input_bytes = call.address, size
+        responder.shared = output.shared
+        self._calls.add_pending(responder)
+        call.on_cancel = responder.cancel
+        service.prepare(request, functools.partial(text_metadata, call), responder.trace)
+        responder.stream = stream = model.submit(request)
+        stream.consume(SingleResponse(responder))
 
 
 class _Responder:

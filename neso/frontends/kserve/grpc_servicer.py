@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from neso.frontends.kserve.grpc_calls import ActiveCalls, rpc
+from neso.frontends.kserve.grpc_codec import decode_load_request
 from neso.frontends.kserve.grpc_infer import ModelInfer
 from neso.frontends.kserve.grpc_stream import InferStream
 from neso.frontends.kserve.service import KServeService, parse_load_parameters
@@ -35,15 +36,22 @@ _LOG_TYPES = {
 }
 
 
-def register_methods(service: KServeService, calls: ActiveCalls, server: GrpcServer) -> None:
-    """Add all methods to a server. Inference methods receive and return bytes instead of protobuf messages."""
-    servicer = Servicer(service, calls)
+def register_methods(service: KServeService, calls: ActiveCalls, server: GrpcServer, max_values: int) -> None:
+    """Add all methods to a server. `max_values`: limit on the fields of an infer request.
+
+    Methods with large messages receive bytes instead of protobuf messages.
+    """
+    servicer = Servicer(service, calls, max_values)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
     server.add_registered_method_handlers(
         "inference.GRPCInferenceService",
         {
-            "ModelInfer": CallbackHandler(ModelInfer(service, calls)),
+            "ModelInfer": CallbackHandler(ModelInfer(service, calls, max_values)),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(servicer.ModelStreamInfer),
+            "RepositoryModelLoad": grpc.unary_unary_rpc_method_handler(
+                servicer.RepositoryModelLoad,
+                response_serializer=pb.RepositoryModelLoadResponse.SerializeToString,
+            ),
         },
     )
     server.add_registered_method_handlers(
@@ -52,8 +60,9 @@ def register_methods(service: KServeService, calls: ActiveCalls, server: GrpcSer
 
 
 class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    def __init__(self, service: KServeService, calls: ActiveCalls) -> None:
+    def __init__(self, service: KServeService, calls: ActiveCalls, max_values: int) -> None:
         self._service = service
+        self._max_values = max_values
         self.calls = calls
 
     # Health.
@@ -118,7 +127,8 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         return reply
 
     @rpc
-    async def RepositoryModelLoad(self, request: Any, context: Context) -> Any:
+    async def RepositoryModelLoad(self, data: bytes, context: Context) -> Any:
+        request = decode_load_request(data)
         config, files = parse_load_parameters(request.parameters, _read_string, _read_bytes)
         await self._service.load_model(request.repository_name, request.model_name, config, files)
         return pb.RepositoryModelLoadResponse()
@@ -197,7 +207,7 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
 
     @rpc
     async def ModelStreamInfer(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        stream = InferStream(self._service, context)
+        stream = InferStream(self._service, context, self._max_values)
         self.calls.on_stop(stream.drain)
         try:
             error = await stream.run(messages)

@@ -18,10 +18,12 @@ import grpc.aio
 from neso.frontends.kserve.errors import as_server_error
 from neso.frontends.kserve.grpc_calls import STOPPING, text_metadata
 from neso.frontends.kserve.grpc_codec import (
+    INLINE_VALUES,
     decode_infer_message,
     encode_stream_error,
     encode_stream_response,
     read_infer_request,
+    scan_infer_message,
 )
 from neso.frontends.kserve.grpc_infer import PROTOCOL, RECEIVE_STAMPS
 from neso.frontends.kserve.grpc_tensors import OutputOptions
@@ -42,8 +44,9 @@ class InferStream:
     message on the stream; with the header `triton_grpc_error: true` the first error becomes the status of the RPC.
     """
 
-    def __init__(self, service: KServeService, context: grpc.aio.ServicerContext) -> None:
+    def __init__(self, service: KServeService, context: grpc.aio.ServicerContext, max_values: int) -> None:
         self._service = service
+        self._max_values = max_values
         self._context = context
         self._status_errors = (STATUS_ERRORS_HEADER, "true") in (context.invocation_metadata() or ())
         self._client: str = getattr(context, "address", "")
@@ -98,9 +101,20 @@ class InferStream:
             received_ns = time.monotonic_ns() if service.tracing.enabled else 0
             # Submit here, not in the task: requests of a sequence must reach the model in order.
             try:
-                infer = decode_infer_message(data)
+                scanned = scan_infer_message(data, self._max_values)
+                many = scanned.values > INLINE_VALUES
+                infer = (
+                    await asyncio.to_thread(decode_infer_message, scanned)
+                    if many
+                    else decode_infer_message(scanned)
+                )
                 model_name, request_id = infer.request.model_name, infer.request.id
-                request, output = read_infer_request(infer, service.shared_memory)
+                if many:
+                    request, output = await asyncio.to_thread(
+                        read_infer_request, infer, service.shared_memory
+                    )
+                else:
+                    request, output = read_infer_request(infer, service.shared_memory)
                 request.client, request.input_bytes = self._client, len(data)
                 model = service.find_model(request.model_name, request.model_version)
                 if received_ns:

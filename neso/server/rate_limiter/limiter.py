@@ -126,6 +126,11 @@ class _Instance:
     turn: int = 0
     state: _State = _State.IDLE
 
+    @property
+    def next_turn(self) -> int:
+        """Return the turn after the next execution."""
+        return self.turn + self.priority
+
 
 class RateLimiter:
     """The rate limiter of a core, for all its models. Used on the core's loop; event-driven."""
@@ -159,7 +164,7 @@ class RateLimiter:
         for owner in released:
             owner.on_release()
         kept: set[ResourceKey] = set()
-        for instance in sorted(self._waiting, key=lambda instance: instance.turn):
+        for instance in sorted(self._waiting, key=lambda instance: (instance.next_turn, instance.priority)):
             if kept.isdisjoint(instance.needs) and self._resources.fits(instance.needs):
                 self._resources.acquire(instance.needs)
                 instance.state = _State.GRANTED
@@ -177,7 +182,7 @@ class RateLimiter:
 
     def _begin(self, instance: _Instance) -> None:
         self._turn = max(self._turn, instance.turn)
-        instance.turn += instance.priority
+        instance.turn = instance.next_turn
         instance.state = _State.EXECUTING
 
     def _end(self, instance: _Instance, owner: LimitedInstances) -> None:

@@ -187,6 +187,8 @@ class SharedMemory:
         """Map `byte_size` bytes at `offset` of the shm_open object `key`. Raises `ServerError`."""
         self.check_enabled()
         self._check_free(name)
+        if not key.strip("/"):
+            raise InvalidArgument(f"cannot register shared memory region '{name}' - invalid shm key '{key}'")
         self._regions[name] = SharedMemoryRegion.open(name, key, offset, byte_size)
 
     def unregister(self, name: str = "") -> None:

@@ -45,9 +45,7 @@ def names_in(text: str) -> set[str]:
 def test_all_tensors_are_documented():
     inputs = names_in(section("Inputs"))
     lookahead = {field.name for field in signature.INPUTS if field.name.startswith("lookahead_")}
-    # Except rejected tensors, which belong to the same features.
-    further = {"mrope_position_deltas", "decoder_input_lengths", "encoder_output_lengths"}
-    assert {field.name for field in signature.INPUTS} - inputs == lookahead | further
+    assert {field.name for field in signature.INPUTS} - inputs == lookahead
     assert {field.name for field in signature.OUTPUTS} <= names_in(section("Outputs"))
 
 

@@ -142,6 +142,26 @@ async def test_table_for_a_prompt_without_virtual_tokens_has_no_effect(serve_mod
     assert "prompt_embedding_table has no effect: input_ids has no virtual tokens" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("encoder_output_lengths", row(3)),
+        ("mrope_position_deltas", row(3, np.int64)),
+        ("context_phase_params", np.ones((1, 3), np.uint8)),
+    ],
+)
+async def test_inputs_of_unsupported_features_are_rejected(serve_model, name, value):
+    served = await serve_model()
+    with pytest.raises(ServerError, match=f"{name}: "):
+        await served.tokens(**{name: value})
+
+
+async def test_size_of_a_missing_table_is_logged(serve_model, caplog, greedy):
+    served = await serve_model()
+    assert await served.tokens(prompt_vocab_size=row(4)) == greedy()
+    assert "prompt_vocab_size has no effect without prompt_embedding_table" in caplog.text
+
+
 # -- request parameters ---------------------------------------------------------------------------------------------
 
 

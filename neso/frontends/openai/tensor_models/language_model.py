@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 from collections.abc import AsyncGenerator
@@ -30,6 +31,7 @@ from neso.generation import (
     SamplingParams,
     TokenizerLike,
     Usage,
+    count_tokens,
     encode_text,
 )
 from neso.server.config.model_config import parse_bool, string_parameter
@@ -63,6 +65,10 @@ def _field(name: str, sampling: SamplingParams) -> str | None:
     if name in (*LORA_NAME, *LORA_TASK):
         return "model"  # its name includes the adapter's
     return next((field for field, names in input_tensors.SCALARS.items() if name in names), None)
+
+
+MAX_ECHOED = 1 << 20
+"""Characters of a prompt that are tokenized as a whole, to recognize it in the output of the model."""
 
 
 class _Prompt(NamedTuple):
@@ -163,11 +169,11 @@ class TensorLanguageModel:
         assert self._tokenizer is not None
         if not isinstance(request.prompt, str):
             return len(request.prompt)
+        special = request.add_special_tokens
+        if self.max_model_len >= UNLIMITED_LENGTH and len(prompt) > MAX_ECHOED:
+            return await asyncio.to_thread(count_tokens, self._tokenizer, prompt, add_special_tokens=special)
         tokens = await encode_text(
-            self._tokenizer,
-            prompt,
-            add_special_tokens=request.add_special_tokens,
-            max_model_len=self.max_model_len,
+            self._tokenizer, prompt, add_special_tokens=special, max_model_len=self.max_model_len
         )
         return len(tokens)
 
@@ -255,7 +261,7 @@ class TensorLanguageModel:
         """Return the forms in which the output may repeat the prompt: as sent, or decoded without special tokens."""
         if request_tensors.can_exclude_prompt(self._model.signature):
             return ()
-        if self._tokenizer is None:
+        if self._tokenizer is None or len(prompt) > MAX_ECHOED:
             return (prompt,)
         tokens = await encode_text(self._tokenizer, prompt, add_special_tokens=False)
         return prompt, self._tokenizer.decode(tokens)

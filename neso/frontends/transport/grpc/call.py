@@ -122,6 +122,7 @@ class Call:
     def on_reset(self) -> None:
         if not self.done:
             self._close()
+            self._reader.clear()
             self._on_cancelled()
 
     # Hooks for subclasses.
@@ -216,6 +217,7 @@ class Call:
     def _end_early(self, code: grpc.StatusCode, details: str) -> None:
         if not self.done:
             self._finish(code, details)
+            self._reader.clear()
             self._on_cancelled()
 
     def _on_deadline_exceeded(self) -> None:
@@ -275,6 +277,13 @@ class CallbackCall(Call):
         """End the call with an error status."""
         self._finish(code, details)
         self.on_cancel = None
+
+    def on_data(self, data: bytes) -> None:
+        if self._message is None and not self.done:
+            self._message = self._reader.read_whole(data)
+            if self._message is not None:
+                return
+        super().on_data(data)
 
     def _on_data(self) -> None:
         self._read_only_message()

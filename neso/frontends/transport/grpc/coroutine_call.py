@@ -138,6 +138,8 @@ class CoroutineCall(Call):
             if not self.done:  # after the end, the error is probably caused by the disconnect
                 logger.exception("error in the handler of %s", self.headers.path)
             self._finish(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error).__name__}: {error}")
+        finally:
+            self._task = None  # a task that raised refers to this object
 
     async def _run_unary(self, request: Any) -> None:
         handler = self._handler

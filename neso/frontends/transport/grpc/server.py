@@ -22,6 +22,7 @@ from neso.frontends.transport.grpc.wire_format import (
     status_trailers,
 )
 from neso.frontends.transport.http2 import (
+    NO_EVENTS,
     Headers,
     Http2Connection,
     Http2Options,
@@ -45,7 +46,7 @@ class GrpcServerOptions:
     host: str = "127.0.0.1"
     port: int = 0
     max_message: int = 64 << 20
-    max_parsed_message: int = 64 << 20
+    max_parsed_message: int = 256 << 10
     compress_level: int | None = None
     reuse_port: bool = False
     tls: ssl.SSLContext | None = None
@@ -193,16 +194,6 @@ def _run_without_waiting(coroutine: Any) -> Any:
     raise RuntimeError("an interceptor must not wait")
 
 
-class _IgnoreEvents:
-    """Ignores the events of a stream whose response is already sent."""
-
-    def on_data(self, data: bytes) -> None: ...
-
-    def on_end(self) -> None: ...
-
-    def on_reset(self) -> None: ...
-
-
 def _rejection(headers: CallHeaders) -> bytes | None:
     """Return the header block that rejects an invalid call, or None if the call is valid."""
     if headers.method != "POST":
@@ -217,7 +208,7 @@ def _rejection(headers: CallHeaders) -> bytes | None:
 
 def _reject(stream: Http2Stream, block: bytes) -> StreamEvents:
     stream.send(None, b"", block)
-    return _IgnoreEvents()
+    return NO_EVENTS
 
 
 def _fail(stream: Http2Stream, code: grpc.StatusCode, message: str) -> StreamEvents:

@@ -73,6 +73,13 @@ class MessageReader:
         else:
             pieces.append(data)
 
+    def read_whole(self, data: bytes) -> bytes | None:
+        """Return the message if `data` is one whole message without compression, the common case; else None."""
+        size = len(data) - PREFIX_SIZE
+        if size < 0 or data[0] or self._available or self._length >= 0 or size > self._max_message:
+            return None
+        return data[PREFIX_SIZE:] if int.from_bytes(data[1:PREFIX_SIZE], "big") == size else None
+
     def read(self) -> bytes | Inflation | None:
         """Return the next message, or None if it is not complete yet. Raises `MessageError`."""
         length = self._length
@@ -85,6 +92,11 @@ class MessageReader:
         message = self._take(length)
         self._length = -1
         return Inflation(message, self._encoding, self._max_message) if self._compressed else message
+
+    def clear(self) -> None:
+        """Drop the bytes that were not read."""
+        self._pieces.clear()
+        self._available = self._pos = 0
 
     @property
     def missing(self) -> int:

@@ -4,9 +4,10 @@ from neso.frontends.transport.http2.connection import Http2Connection, ServerCon
 from neso.frontends.transport.http2.frames import ErrorCode
 from neso.frontends.transport.http2.headers import Headers, encode_headers
 from neso.frontends.transport.http2.settings import Http2Options
-from neso.frontends.transport.http2.stream import Application, Http2Stream, StreamEvents
+from neso.frontends.transport.http2.stream import NO_EVENTS, Application, Http2Stream, StreamEvents
 
 __all__ = [
+    "NO_EVENTS",
     "Application",
     "ErrorCode",
     "Headers",

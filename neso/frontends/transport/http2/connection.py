@@ -30,6 +30,7 @@ _HTTP1_RESPONSE = (
     b"This port speaks HTTP/2 only, gRPC\n"
 )
 _MAX_BYTES_PER_TURN = 64 << 10  # bytes that one stream sends before the next stream
+_COSTLY = 512  # bytes of a frame after which the time of a turn is checked; for smaller ones, every eighth
 _MAX_UNSENT = 16 << 20  # bytes of control frames that are buffered for a client that does not read
 _LINGER = 1.0  # seconds; closing a socket with unread data discards sent data
 
@@ -49,7 +50,18 @@ class ServerContext:
         self.memory = MemoryAccount(options.max_server_memory)
         self.connections: set[Http2Connection] = set()
         self.draining = False
+        # The connections share a turn of the event loop, identified by the loop's time, which is constant in uvloop.
+        self._turn = 0.0
+        self._turn_ends = 0.0
         self.on_empty: Callable[[], None] = lambda: None
+
+    def turn_ends(self, loop: asyncio.AbstractEventLoop) -> float:
+        """Return the time at which the connections must let others run."""
+        turn = loop.time()
+        if turn != self._turn:
+            self._turn = turn
+            self._turn_ends = time.monotonic() + self.options.turn
+        return self._turn_ends
 
 
 class Http2Connection(asyncio.Protocol):
@@ -59,6 +71,7 @@ class Http2Connection(asyncio.Protocol):
     writer: FrameWriter
     keepalive: Keepalive
     graceful_goaway: GracefulGoAway
+    _loop: asyncio.AbstractEventLoop
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -69,6 +82,7 @@ class Http2Connection(asyncio.Protocol):
         self.max_frame = self.peer_settings.max_frame
         self.send_window = DEFAULT_WINDOW
         self.queued = 0  # bytes queued in all streams
+        self.completed = 0  # responses since the last reset
         # Streams with queued data and an open stream window, in round-robin order.
         self._ready: OrderedDict[Http2Stream, None] = OrderedDict()
         self._handler = FrameHandler(self)
@@ -89,6 +103,7 @@ class Http2Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
+        self._loop = asyncio.get_running_loop()
         options = self.options
         self._transport.set_write_buffer_limits(high=options.write_buffer)
         enable_tcp_keepalive(transport)
@@ -117,13 +132,15 @@ class Http2Connection(asyncio.Protocol):
         """Handle frames for one turn of the event loop; the rest is handled in the next turns."""
         self.writer.cork()
         handle = self._handler.handle
-        end = time.monotonic() + self.options.turn
+        end = self._context.turn_ends(self._loop)
+        count = 0
         try:
             for frame in received:
                 handle(*frame)
                 if self._closed:
                     return
-                if time.monotonic() >= end:
+                count += 1
+                if (not count & 7 or len(frame[3]) > _COSTLY) and time.monotonic() >= end:
                     self._continue_later(received)
                     break
         except PrefaceError as error:
@@ -146,7 +163,7 @@ class Http2Connection(asyncio.Protocol):
             self._reading_paused = True
             self._transport.pause_reading()
         self._unhandled = rest
-        asyncio.get_running_loop().call_soon(self._continue)
+        self._loop.call_soon(self._continue)
 
     def _continue(self) -> None:
         rest, self._unhandled = self._unhandled, None
@@ -170,6 +187,7 @@ class Http2Connection(asyncio.Protocol):
             timer.cancel()
         self.writer.wake_waiters()
         self._reset_streams()
+        self.memory.close()
         self.writer.release()
         del self._handler, self.ignore, self.keepalive, self.graceful_goaway  # they refer to this connection
         context = self._context
@@ -230,10 +248,6 @@ class Http2Connection(asyncio.Protocol):
         self._ready[stream] = None
         self._send_ready_streams()
 
-    def on_stream_completed(self) -> None:
-        """A response is complete, so the client may cancel another request."""
-        self._handler.resets.refund()
-
     def remove_stream(self, stream: Http2Stream) -> None:
         """Remove a stream whose local side is closed. Frames received for it later are dropped."""
         self.streams.pop(stream.number, None)
@@ -249,7 +263,7 @@ class Http2Connection(asyncio.Protocol):
         excess = len(self.streams) >= options.max_streams
         if self._refuse_streams or excess or self.queued > options.max_queued:
             if excess:  # the client ignores MAX_CONCURRENT_STREAMS
-                self._handler.resets.consume()
+                self._handler.count_reset()
             self.writer.write(frames.reset_frame(number, ErrorCode.REFUSED_STREAM))
             self.ignore(number)
             return

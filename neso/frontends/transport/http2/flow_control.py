@@ -10,6 +10,7 @@ from collections.abc import Callable
 from neso.frontends.transport.http2.frames import ErrorCode, Http2ConnectionError
 from neso.frontends.transport.tcp import WriteProgress
 
+_LEASE = 16 << 10  # bytes of the server's memory that an idle connection keeps
 _LARGE = 64 << 10  # bytes; larger payloads are not copied to join them with other frames
 
 
@@ -64,14 +65,16 @@ class MemoryAccount:
 
     `take` accounts for bytes that have arrived. `reserve` accounts for bytes that the client may send, and waits until
     there is room; waiting clients are held back by flow control. Reservations use 7/8 of the limit, so that large
-    messages do not keep out small ones.
+    messages do not keep out small ones. Memory is leased from the parent in steps, which the connection keeps for
+    its next requests; `close` returns the lease.
     """
 
-    __slots__ = ("_blocked", "_limit", "_parent", "_waiting", "used")
+    __slots__ = ("_blocked", "_leased", "_limit", "_parent", "_waiting", "used")
 
     def __init__(self, limit: int, parent: MemoryAccount | None = None) -> None:
         self._limit = limit
         self._parent = parent
+        self._leased = 0 if parent is not None else limit  # `used` is at most this
         self._waiting: deque[Reservation] = deque()
         # Accounts whose first reservation waits for this one.
         self._blocked: OrderedDict[MemoryAccount, None] = OrderedDict()
@@ -79,24 +82,38 @@ class MemoryAccount:
 
     def take(self, size: int) -> bool:
         """Account for `size` bytes. Returns False, and accounts for nothing, if they exceed a limit."""
-        if self.used + size > self._limit or not (self._parent is None or self._parent.take(size)):
+        used = self.used + size
+        if used <= self._leased:
+            self.used = used
+            return True
+        parent = self._parent
+        if parent is None or used > self._limit:
             return False
-        self.used += size
+        step = used - self._leased
+        spare = min(_LEASE, self._limit - used)
+        if not parent.take(step + spare):
+            spare = 0
+            if not parent.take(step):
+                return False
+        self._leased += step + spare
+        self.used = used
         return True
 
     def release(self, size: int) -> None:
         """Undo `take` or a granted reservation of `size` bytes."""
-        self.used -= size
-        parent = self._parent
-        if parent is not None:
-            parent.release(size)
-            if self._waiting:
-                self._grant()
+        used = self.used = self.used - size
+        if self._leased - used > 2 * _LEASE or self._waiting:
+            self._return_lease(_LEASE)
+            self._grant()
         while self._blocked:
             account, _ = self._blocked.popitem(last=False)
             if not account._grant():
                 self._blocked.move_to_end(account, last=False)
                 return
+
+    def close(self) -> None:
+        """Return what is leased; nothing is used any more."""
+        self._return_lease(0)
 
     def reserve(self, size: int, on_granted: Callable[[], None]) -> Reservation | None:
         """Reserve `size` bytes. Returns None if they are granted at once; else `on_granted` is called when they are.
@@ -121,9 +138,10 @@ class MemoryAccount:
 
     def _has_room(self, size: int) -> bool:
         """Whether a reservation fits now."""
-        if self.used + size > self._limit - self._limit // 8:
+        used = self.used + size
+        if used > self._limit - self._limit // 8:
             return False
-        return self._parent is None or self._parent._has_room(size)
+        return self._parent is None or used <= self._leased or self._parent._has_room(used - self._leased)
 
     def _grant(self) -> bool:
         """Grant reservations in order. Returns False if the first one must wait for the parent."""
@@ -137,7 +155,7 @@ class MemoryAccount:
                 first.on_granted()
             else:
                 parent = self._parent
-                if parent is None or parent._has_room(first.size):
+                if parent is None or self.used + first.size > self._limit - self._limit // 8:
                     return True
                 parent._blocked[self] = None
                 return False
@@ -145,8 +163,15 @@ class MemoryAccount:
 
     def _add(self, size: int) -> None:
         self.used += size
-        if self._parent is not None:
-            self._parent._add(size)
+        if self.used > self._leased and self._parent is not None:
+            self._parent._add(self.used - self._leased)
+            self._leased = self.used
+
+    def _return_lease(self, keep: int) -> None:
+        unused = self._leased - self.used - keep
+        if unused > 0 and self._parent is not None:
+            self._leased -= unused
+            self._parent.release(unused)
 
 
 class Reservation:
@@ -285,7 +310,7 @@ class FrameWriter:
 class TokenBucket:
     """Limits client actions that cost the server more than the client: `burst` at once, then `rate` per second.
 
-    An action costs one token or more. `refund` returns tokens for useful actions.
+    An action costs one token or more. `add` returns tokens for useful actions.
 
     `name`: plural name of the action for the error message.
     """
@@ -309,7 +334,6 @@ class TokenBucket:
         if self._tokens < 0:
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, f"too many {self._name}")
 
-    def refund(self) -> None:
-        """Return one token."""
-        if self._tokens < self._burst:
-            self._tokens += 1
+    def add(self, tokens: int) -> None:
+        """Return tokens."""
+        self._tokens = min(self._tokens + tokens, self._burst)

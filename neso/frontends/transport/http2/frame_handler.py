@@ -48,13 +48,21 @@ class FrameHandler:
         self._decoder = HeaderDecoder(options.max_header_list)
         self._window = ReceiveWindow(options.connection_window)
         # Clients cancel calls, so completed streams return a token; opening and resetting streams forever is an attack.
-        self.resets = TokenBucket("stream resets", options.reset_burst, options.reset_rate)
+        self._resets = TokenBucket("stream resets", options.reset_burst, options.reset_rate)
         self._useless_frames = TokenBucket(
             "frames without effect", options.useless_burst, options.useless_rate
         )
         self._ignored: OrderedDict[int, None] = OrderedDict()
         self.settings_received = False
         self.last_stream = 0
+
+    def count_reset(self) -> None:
+        """Charge a reset to the connection. Raises `Http2ConnectionError`."""
+        connection = self._connection
+        if connection.completed:
+            self._resets.add(connection.completed)
+            connection.completed = 0
+        self._resets.consume()
 
     def ignore(self, number: int) -> None:
         """Ignore the frames that the client sends before it knows that the server has closed a stream."""
@@ -96,7 +104,7 @@ class FrameHandler:
 
     def _reset_stream(self, number: int, error: Http2StreamError) -> None:
         logger.debug("HTTP/2 stream %d of %s ends: %s", number, self._connection.peer, error)
-        self.resets.consume()  # as costly as a reset by the client
+        self.count_reset()  # as costly as a reset by the client
         stream = self._connection.streams.get(number)
         if stream is None:
             self.ignore(number)
@@ -182,7 +190,7 @@ class FrameHandler:
         if len(payload) != 4:
             raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "RST_STREAM with an invalid length")
         self._check_not_idle(number)
-        self.resets.consume()
+        self.count_reset()
         stream = self._connection.streams.get(number)
         if stream is not None:
             stream.abort(by_client=True)

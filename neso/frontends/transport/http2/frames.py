@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_HTTP1_METHODS = (b"GET ", b"POST ", b"PUT ", b"HEAD ", b"DELETE ", b"OPTIONS ", b"PATCH ")
 HEADER_SIZE = 9
 DEFAULT_WINDOW = 65_535
 DEFAULT_MAX_FRAME = 16_384
@@ -70,7 +71,7 @@ class Http2StreamError(Exception):
 
 
 class PrefaceError(Exception):
-    """The client did not send the HTTP/2 connection preface. `http1`: its first byte looks like HTTP/1."""
+    """The client did not send the HTTP/2 connection preface. `http1`: it sent an HTTP/1 request."""
 
     def __init__(self, http1: bool) -> None:
         super().__init__("no HTTP/2 connection preface")
@@ -100,7 +101,7 @@ class FrameReader:
         pos, size = 0, len(data)
         if not self.preface_received:
             if not PREFACE.startswith(data[: len(PREFACE)]):
-                raise PrefaceError(data[:1].isalpha())
+                raise PrefaceError(any(method.startswith(data[: len(method)]) for method in _HTTP1_METHODS))
             if size < len(PREFACE):
                 self._partial += data
                 return

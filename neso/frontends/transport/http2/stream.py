@@ -230,13 +230,14 @@ class Http2Stream:
             self._remaining_length -= data_size
             if self._remaining_length < 0:
                 raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "body longer than content-length")
+        unexpected = frame_size
         if self._expected:
             expected = min(self._expected, frame_size)
             self._expected -= expected
-            if expected < frame_size:
-                self._take(frame_size - expected)
-        else:
-            self._take(frame_size)
+            unexpected -= expected
+        if not self._connection.memory.take(unexpected):
+            raise Http2StreamError(ErrorCode.ENHANCE_YOUR_CALM, "the server holds too much request data")
+        self._held += unexpected
         if end:
             self.close_remote()
         elif frame_size != data_size:
@@ -300,11 +301,6 @@ class Http2Stream:
         self._connection.remove_stream(self)
 
     # Internal.
-
-    def _take(self, size: int) -> None:
-        if not self._connection.memory.take(size):
-            raise Http2StreamError(ErrorCode.ENHANCE_YOUR_CALM, "the server holds too much request data")
-        self._held += size
 
     def _drop_reservation(self) -> None:
         if self._reservation is not None:
@@ -370,6 +366,7 @@ class Http2Stream:
         self.local_closed = True
         self.events = NO_EVENTS
         connection.writer.write(frames)
-        self._release_all()
-        connection.on_stream_completed()
+        if self._held or self._reservation is not None:
+            self._release_all()
+        connection.completed += 1
         connection.remove_stream(self)

@@ -144,11 +144,14 @@ async def test_malformed_message_fails_only_its_call(server):
         stream = stub.ModelStreamInfer()
         await stream.write(repeat_request("a", 1))
         assert (await stream.read()).infer_response.id == "a"
-        for method in ("ModelMetadata", "RepositoryModelLoad", "SystemSharedMemoryRegister"):
+        for method in ("ModelMetadata", "SystemSharedMemoryRegister"):
             call = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
             with pytest.raises(grpc.aio.AioRpcError, match="Unable to parse request") as caught:
                 await call(b"\xff\xff")
             assert caught.value.code() is grpc.StatusCode.INTERNAL
+        with pytest.raises(grpc.aio.AioRpcError, match="malformed RepositoryModelLoadRequest") as caught:
+            await channel.unary_unary("/inference.GRPCInferenceService/RepositoryModelLoad")(b"\xff\xff")
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await stream.write(repeat_request("b", 1))
         assert (await stream.read()).infer_response.id == "b"
         stream.cancel()

@@ -167,6 +167,13 @@ async def test_compression(serve, connect, compression):
         assert [m async for m in channel.unary_stream("/t.Test/Split")(b"3 " + message)] == [message] * 3
 
 
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_large_and_small_compressed_messages_keep_their_order(channel, compression):
+    messages = [bytes([n]) * size for n, size in enumerate((3_000_000, 10, 200_000, 1_000_000, 0))]
+    joined = await channel.stream_unary("/t.Test/Join")(iter(messages), compression=compression)
+    assert joined == b"".join(messages)
+
+
 async def test_message_size_limit(serve, connect):
     channel = connect(await serve(max_message=1000))
     echo = channel.unary_unary("/t.Test/Echo")

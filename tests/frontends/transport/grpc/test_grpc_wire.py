@@ -135,6 +135,50 @@ async def test_responses_are_compressed_if_accepted(serve, accepted):
     assert answer.body == framed(b"x") and "grpc-encoding" not in answer.headers
 
 
+@pytest.mark.parametrize("path", ["/t.Test/Echo", "/t.Test/Callback", "/t.Test/Join"])
+async def test_decompressed_messages_count_as_memory(serve, path):
+    server = await serve({"max_connection_memory": 1 << 20})
+    bomb = framed(gzip.compress(bytes(2 << 20), 1), 1)
+    answer = await call(server, [bomb], path=path, grpc_encoding="gzip")
+    assert answer.status == 8 and "memory" in answer.headers["grpc-message"]
+
+
+@pytest.mark.parametrize("path", ["/t.Test/Echo", "/t.Test/Callback", "/t.Test/Chat"])
+async def test_message_that_does_not_arrive_in_time(serve, path, monkeypatch):
+    monkeypatch.setattr("neso.frontends.transport.grpc.call._MESSAGE_TIMEOUT", 0.05)
+    monkeypatch.setattr("neso.frontends.transport.grpc.call._MIN_RATE", 1 << 30)
+    server = await serve()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    client = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+    client.initiate_connection()
+    client.send_headers(1, [*{**HEADERS, ":path": path}.items()])
+    client.send_data(1, framed(b"unfinished")[:-1])
+    writer.write(client.data_to_send())
+    headers: dict[str, str] = {}
+    while "grpc-status" not in headers:
+        for event in client.receive_data(await asyncio.wait_for(reader.read(65_536), 60)):
+            if isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived):
+                headers |= dict(event.headers)
+        writer.write(client.data_to_send())
+    assert headers["grpc-status"] == "8" and "took too long" in headers["grpc-message"]
+    writer.close()
+
+
+@pytest.mark.parametrize("path", ["/t.Test/Echo", "/t.Test/Callback"])
+async def test_message_larger_than_the_memory_of_a_connection(serve, path):
+    server = await serve({"max_connection_memory": 1 << 20, "stream_window": 65_535})
+    answer = await call(server, [b"\0" + (2 << 20).to_bytes(4, "big"), bytes(1000)], path=path)
+    assert answer.status == 8 and "memory for requests" in answer.headers["grpc-message"]
+
+
+async def test_methods_with_a_deserializer_have_a_smaller_limit(serve):
+    server = await serve(max_parsed_message=1000)
+    answer = await call(server, [framed(bytes(1001))], path="/t.Test/Unreadable")
+    assert answer.status == 8
+    answer = await call(server, [framed(bytes(1000))], path="/t.Test/Unreadable")
+    assert answer.status == 13  # its deserializer fails
+
+
 async def test_decompressed_size_limit(serve):
     server = await serve(max_message=10_000)
     bomb = framed(gzip.compress(bytes(10_000_000)), 1)

@@ -425,9 +425,9 @@ async def test_settings_cost_depends_on_the_open_streams(client):
 
 async def test_work_is_split_into_turns(make):
     client = make().greet()
-    client.server.options = dataclasses.replace(client.server.options, turn=0.0)
+    client.context.options = dataclasses.replace(client.context.options, turn=0.0)
     client.server.data_received(b"".join(frame(frames.HEADERS, 5, n, POST) for n in range(1, 21, 2)))
-    assert len(client.echo.of("begin")) == 1
+    assert len(client.echo.of("begin")) == 8  # then the time is checked
     assert not client.transport.reading
     client.server.data_received(frame(frames.HEADERS, 5, 21, POST))  # was received before the pause
     await until(lambda: client.transport.reading)
@@ -449,9 +449,11 @@ async def test_unconsumed_data_is_accounted_until_the_stream_ends(client):
     client.raw(
         frame(frames.DATA, 0, number, bytes(10_000)), frame(frames.DATA, 8, number, b"\x09x" + bytes(9))
     )
-    assert client.context.memory.used == client.server.memory.used == 10_001
+    assert client.server.memory.used == 10_001
+    assert client.context.memory.used >= 10_001
     client.raw(frames.reset_frame(number, ErrorCode.CANCEL))
-    assert client.context.memory.used == client.server.memory.used == 0
+    assert client.server.memory.used == 0
+    assert client.context.memory.used <= 32 << 10  # leased for the next requests
 
 
 async def test_data_beyond_the_memory_of_the_connection_resets_its_stream(make):
@@ -482,7 +484,7 @@ async def test_expected_message_opens_the_window_when_there_is_memory(make):
     client.raw(frames.reset_frame(first, ErrorCode.CANCEL))
     client.pump()
     assert client.h2.local_flow_control_window(second) == 200_000
-    assert client.server.memory.used == client.context.memory.used == 200_000
+    assert client.server.memory.used == 200_000
     with pytest.raises(OverflowError):
         streams[second].expect(1_000_000)
 
@@ -520,6 +522,9 @@ async def test_memory_of_the_server_is_shared_in_order(make):
     other.pump()
     assert other.h2.local_flow_control_window(waiting) == 500_000
     other.raw(frames.reset_frame(waiting, ErrorCode.CANCEL))
+    assert client.context.memory.used <= 64 << 10
+    other.server.connection_lost(None)
+    client.server.connection_lost(None)
     assert not client.context.memory.used
 
 

@@ -503,7 +503,7 @@ async def test_case(make, case):
 async def test_invalid_preface_closes_the_connection(make):
     client = make()
     client.server.data_received(b"INVALID CONNECTION PREFACE\r\n\r\n")
-    assert client.transport.eof
+    assert client.transport.eof and not client.transport.written
 
 
 def test_cases_are_distinct():
