@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from neso.generation import GenerationRequest, PoolingRequest
 from neso.server.config.scheduling import instances_of
-from neso.server.errors import Cancelled, InvalidArgument
+from neso.server.errors import Cancelled, InternalError, InvalidArgument
 from neso.server.import_turn import IMPORT_SECONDS, import_turn
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.log import request_fields
 from neso.server.repository.names import is_inside
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from neso.server.inference_request import InferenceRequest
     from neso.server.rate_limiter.limiter import LimitedInstances
     from neso.server.statistics import ModelStatistics
+
+logger = logging.getLogger(__name__)
 
 BUILTIN = {
     "embedding": "neso.backends.embedding:EmbeddingBackend",
@@ -89,6 +93,9 @@ class RequestTasks:
             self._tasks.discard(task)
             if task.cancelled():
                 stream.fail(Cancelled("the request was cancelled"))
+            elif (error := task.exception()) is not None:
+                logger.error("a request failed", exc_info=error, extra=request_fields(stream))
+                stream.fail(InternalError(f"the request failed: {error}"))
 
         def cancel() -> None:
             task.cancel()

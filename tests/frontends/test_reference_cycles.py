@@ -238,6 +238,9 @@ REQUESTS: dict[str, Attack] = {
     "completions of several prompts": lambda s: http_post(
         s.http, "/v1/completions", {"model": "pilot", "prompt": ["a", "b"], "n": 2, "max_tokens": 3}
     ),
+    "completions with an invalid prompt": lambda s: http_post(
+        s.http, "/v1/completions", {"model": "pilot", "prompt": ["a", "b " * 5000]}
+    ),
     "abandoned stream of several prompts": lambda s: http_abandon(
         s.http, "/v1/completions", {"model": "pilot", "prompt": ["a", "b"], **LONG}
     ),

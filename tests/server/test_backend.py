@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from neso.server.backend import RequestTasks
-from neso.server.errors import Cancelled
+from neso.server.errors import Cancelled, InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 
@@ -33,6 +33,19 @@ def test_cancel_before_the_task_starts():
         stream.cancel()
         response = await asyncio.wait_for(only_response(stream), 60)
         assert isinstance(response.error, Cancelled) and not begun.is_set()
+
+    asyncio.run(run())
+
+
+def test_task_that_raises_fails_its_request():
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    async def run() -> None:
+        tasks, stream = RequestTasks(), new_stream()
+        tasks.start(stream, fail())
+        response = await asyncio.wait_for(only_response(stream), 60)
+        assert isinstance(response.error, InternalError) and "broken" in response.error.message
 
     asyncio.run(run())
 

@@ -311,7 +311,7 @@ async def merge(
         while running:
             item = await queue.get()
             if errors:
-                raise errors[0]
+                raise errors.pop(0)  # the list would be part of a reference cycle
             if item is None:
                 running -= 1
             else:

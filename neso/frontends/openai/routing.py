@@ -305,7 +305,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         watcher.cancel()
         if not task.done():
             task.cancel()
-            await asyncio.wait((task,))
+        # Retrieves the exceptions of both: that of `receive` or of a failed cleanup is of no interest any more.
+        await asyncio.gather(task, watcher, return_exceptions=True)
     if not task.cancelled():
         task.result()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from asgi_client import AsgiClient, make_scope
 from eventually import until
 from scripted_model import ScriptedModel
 from starlette.applications import Starlette
+
+from neso.frontends.openai.routing import while_connected
 
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"model": "scripted", "prompt": "a"}),
@@ -118,3 +121,32 @@ async def test_one_task_under_a_server_that_cancels_on_disconnect(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(script.aborted) == 1
+
+
+async def test_errors_after_a_disconnect_are_retrieved(caplog: pytest.LogCaptureFixture) -> None:
+    """Other ASGI servers raise from `receive`, and cancel the application's task themselves."""
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise OSError("the cleanup failed")
+
+    async def failing_receive() -> Any:
+        await asyncio.sleep(0.01)
+        raise OSError("the connection is lost")
+
+    async def silent_receive() -> Any:
+        await asyncio.Event().wait()
+
+    with pytest.raises(OSError, match="cleanup"):
+        await while_connected(failing_receive, work())
+    task = asyncio.create_task(while_connected(silent_receive, work()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises((asyncio.CancelledError, OSError)):
+        await task
+    del task
+    gc.collect()
+    await asyncio.sleep(0)
+    assert "never retrieved" not in caplog.text

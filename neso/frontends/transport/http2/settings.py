@@ -48,7 +48,7 @@ class Http2Options:
     useless_burst: int = 1000
     useless_rate: float = 100.0
     turn: float = 0.005
-    max_queued: int = 1 << 30
+    max_queued: int = 256 << 20
     stream_window: int = 1 << 20
     connection_window: int = 16 << 20
     write_buffer: int = 256 << 10
