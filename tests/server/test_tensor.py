@@ -20,6 +20,6 @@ def test_number_of_strings_from_clients_is_limited() -> None:
 def test_lengths_of_strings_beyond_the_data() -> None:
     for data in (b"\xff\xff\xff\xff", b"\5\0\0\0abcd", b"\1\0\0\0a\0\0"):
         with pytest.raises(
-            InvalidArgument, match="expected 2 string elements for inference input 's', got [01]"
+            InvalidArgument, match=r"expected 2 string elements for inference input 's', got [01]"
         ):
             Tensor.from_wire("s", DataType.BYTES, (2,), data)
