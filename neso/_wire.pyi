@@ -30,6 +30,12 @@ def parse_plain_infer(
     `bytes` for BYTES, or the int `binary_data_size`. An output is (name, binary). None for anything else, valid or not.
     """
 
+def split_strings(data: bytes | memoryview, count: int) -> tuple[list[bytes], int]:
+    """Split a BYTES tensor in the binary format, a uint32 length before each element, into at most `count` elements.
+
+    Returns the complete elements and the position after the last of them.
+    """
+
 def write_plain_infer(
     id: str,
     model_name: str,

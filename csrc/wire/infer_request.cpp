@@ -329,4 +329,19 @@ PyObject* parse_plain_infer(std::string_view json) {
     return result;
 }
 
+PyObject* split_strings(std::string_view data, std::size_t count) {
+    Reference elements(PyList_New(0));
+    if (!elements) return nullptr;
+    std::size_t pos = 0;
+    for (std::size_t i = 0; i < count && data.size() - pos >= 4; ++i) {
+        std::size_t length = 0;
+        for (std::size_t byte = 4; byte-- > 0;) length = length << 8 | static_cast<unsigned char>(data[pos + byte]);
+        if (length > data.size() - pos - 4) break;
+        Reference element = bytes(data.substr(pos + 4, length));
+        if (!element || PyList_Append(elements.get(), element.get()) != 0) return nullptr;
+        pos += 4 + length;
+    }
+    return Py_BuildValue("(Nn)", elements.release(), static_cast<Py_ssize_t>(pos));
+}
+
 }  // namespace neso::wire

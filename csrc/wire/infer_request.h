@@ -15,4 +15,8 @@ namespace neso::wire {
 // strings, errors); the Python parser handles it.
 PyObject* parse_plain_infer(std::string_view json);
 
+// Splits a BYTES tensor in the binary format, a uint32 length before each element, into at most `count` elements.
+// Returns (list of bytes, position after the last element); null with an exception set if out of memory.
+PyObject* split_strings(std::string_view data, std::size_t count);
+
 }  // namespace neso::wire

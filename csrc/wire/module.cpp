@@ -61,6 +61,14 @@ NB_MODULE(_wire, module) {
         "parse_plain_infer",
         [](nb::handle json) { return or_none(neso::wire::parse_plain_infer(Buffer(json).get())); }, nb::arg("json"));
     module.def(
+        "split_strings",
+        [](nb::handle data, std::size_t count) {
+            PyObject* split = neso::wire::split_strings(Buffer(data).get(), count);
+            if (split == nullptr) throw nb::python_error();
+            return nb::steal(split);
+        },
+        nb::arg("data"), nb::arg("count"));
+    module.def(
         "write_plain_infer",
         [](nb::handle id, nb::handle model_name, nb::handle model_version, nb::handle outputs, nb::handle binary,
            bool binary_by_default) {

@@ -107,12 +107,24 @@ class Admission:
 
     def admit(self, name: str, sequences: int, input_bytes: int) -> Ticket:
         """Count a request of the client `name`. Raises `InvalidArgument`, `Overloaded`."""
-        self.check_request(sequences)
+        limits = self.limits
+        if sequences > limits.request_sequences:
+            self.check_request(sequences)
         client = self._clients.get(name) or _Client(name)
-        self._check(client, sequences, input_bytes)
+        client_sequences, client_bytes = client.sequences + sequences, client.input_bytes + input_bytes
+        total_sequences, total_bytes = self.sequences + sequences, self.input_bytes + input_bytes
+        # This runs for every request, so `_check` is called only if a limit may be exceeded.
+        if (
+            client_sequences > limits.client_sequences
+            or total_sequences > limits.sequences
+            or client_bytes > limits.input_bytes // 2
+            or total_bytes > limits.input_bytes
+        ):
+            self._check(client, sequences, input_bytes)
         self._clients[name] = client
-        ticket = Ticket(self, client)
-        self._add(ticket, sequences, input_bytes)
+        ticket = Ticket(self, client, sequences, input_bytes)
+        client.sequences, client.input_bytes = client_sequences, client_bytes
+        self.sequences, self.input_bytes = total_sequences, total_bytes
         return ticket
 
     def _check(self, client: _Client, sequences: int, input_bytes: int) -> None:
@@ -132,10 +144,7 @@ class Admission:
         if self.input_bytes and self.input_bytes + input_bytes > limits.input_bytes:
             raise Overloaded(f"the server is overloaded: inputs of {self.input_bytes} bytes are in flight")
 
-    def _add(self, ticket: Ticket, sequences: int, input_bytes: int) -> None:
-        client = ticket.client
-        ticket.sequences += sequences
-        ticket.input_bytes += input_bytes
+    def _change(self, client: _Client, sequences: int, input_bytes: int) -> None:
         client.sequences += sequences
         client.input_bytes += input_bytes
         self.sequences += sequences
@@ -149,12 +158,13 @@ class Ticket:
 
     __slots__ = ("_admission", "client", "input_bytes", "queue_delay", "sequences")
 
-    def __init__(self, admission: Admission, client: _Client) -> None:
+    def __init__(self, admission: Admission, client: _Client, sequences: int, input_bytes: int) -> None:
         self._admission = admission
         self.client = client
-        self.sequences = 0
-        self.input_bytes = 0
-        self.queue_delay = max(0.0, _SECONDS_PER_SEQUENCE * (client.sequences - _FAIR_SEQUENCES))
+        self.sequences = sequences
+        self.input_bytes = input_bytes
+        excess = client.sequences - _FAIR_SEQUENCES
+        self.queue_delay = _SECONDS_PER_SEQUENCE * excess if excess > 0 else 0.0
         """Seconds by which requests of other clients may arrive later and still go first."""
 
     def grow(self, sequences: int) -> None:
@@ -162,9 +172,11 @@ class Ticket:
         if sequences > 0:
             self._admission.check_request(self.sequences + sequences)
             self._admission._check(self.client, sequences, 0)
-            self._admission._add(self, sequences, 0)
+            self._admission._change(self.client, sequences, 0)
+            self.sequences += sequences
 
     def release(self) -> None:
         """Return the part of the request. Idempotent."""
         if self.sequences:
-            self._admission._add(self, -self.sequences, -self.input_bytes)
+            self._admission._change(self.client, -self.sequences, -self.input_bytes)
+            self.sequences = self.input_bytes = 0

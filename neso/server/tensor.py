@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from neso._wire import split_strings
 from neso.server.errors import InvalidArgument, Unsupported
 
 try:
@@ -158,15 +159,27 @@ class Tensor:
 
     @classmethod
     def from_wire(
-        cls, name: str, datatype: DataType, shape: tuple[int, ...], data: bytes | memoryview, model: str = ""
+        cls,
+        name: str,
+        datatype: DataType,
+        shape: tuple[int, ...],
+        data: bytes | memoryview,
+        model: str = "",
+        max_strings: int | None = None,
     ) -> Tensor:
         """Read the binary tensor format (little-endian, row-major; BYTES: uint32 length before each element).
 
         Fixed-size types are views of `data`, not copies. Raises `InvalidArgument` with Triton's message, which contains
-        the name of the `model`, if the size does not match the shape.
+        the name of the `model`, if the size does not match the shape, or if a BYTES tensor has more than `max_strings`
+        elements.
         """
         count = element_count(shape, name)
         if datatype is DataType.BYTES:
+            if max_strings is not None and count > max_strings:
+                raise InvalidArgument(
+                    f"expected at most {max_strings} string elements for inference input '{name}'{_of(model)}, "
+                    f"got {count}"
+                )
             return cls(name, datatype, _split_bytes(name, data, count, model).reshape(shape))
         dtype = datatype.dtype
         if len(data) != count * dtype.itemsize:
@@ -197,6 +210,8 @@ class Tensor:
 MAX_DIMENSIONS = 32
 """Maximum number of dimensions of a tensor: that of numpy's iterators."""
 _MAX_BYTES = 2**63 - 1
+MAX_STRINGS = 1_000_000
+"""Maximum number of elements of a BYTES tensor that a client sends in the binary format."""
 
 
 def element_count(shape: tuple[int, ...], name: str = "") -> int:
@@ -244,29 +259,14 @@ def _of(model: str) -> str:
 
 
 def _split_bytes(name: str, data: bytes | memoryview, count: int, model: str) -> npt.NDArray[Any]:
-    view = memoryview(data)
     where = f"inference input '{name}'{_of(model)}"
-    if count > len(view) // 4:
-        raise InvalidArgument(f"expected {count} string elements for {where}, got {_count_strings(view)}")
-    elements = np.empty(count, np.object_)
-    offset = 0
-    for i in range(count):
-        end = offset + 4 + int.from_bytes(view[offset : offset + 4], "little")
-        if offset + 4 > len(view) or end > len(view):
-            raise InvalidArgument(f"expected {count} string elements for {where}, got {i}")
-        elements[i] = bytes(view[offset + 4 : end])
-        offset = end
-    if offset != len(view):
+    found, end = split_strings(data, count)
+    if len(found) < count:
+        raise InvalidArgument(f"expected {count} string elements for {where}, got {len(found)}")
+    if end != len(data):
         raise InvalidArgument(
             f"unexpected number of string elements {count + 1} for {where}, expecting {count}"
         )
+    elements = np.empty(count, np.object_)
+    elements[:] = found
     return elements
-
-
-def _count_strings(view: memoryview) -> int:
-    """Return the number of complete strings."""
-    count, offset = 0, 0
-    while offset + 4 <= len(view):
-        offset += 4 + int.from_bytes(view[offset : offset + 4], "little")
-        count += offset <= len(view)
-    return count

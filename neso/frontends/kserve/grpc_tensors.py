@@ -12,7 +12,7 @@ import numpy.typing as npt
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.shared_memory.regions import BYTE_SIZE, OFFSET, REGION, SharedMemory, SharedMemoryWindow
-from neso.server.tensor import DataType, Tensor, element_count
+from neso.server.tensor import MAX_STRINGS, DataType, Tensor, element_count
 
 EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
 
@@ -123,7 +123,9 @@ def read_inputs(message: Any, raw: Sequence[bytes], shared: SharedTensors) -> di
         elif wire.HasField("contents"):
             _reject_mixed_contents(message)
         else:
-            inputs[name] = Tensor.from_wire(name, datatype, shape, next(raw_contents), message.model_name)
+            inputs[name] = Tensor.from_wire(
+                name, datatype, shape, next(raw_contents), message.model_name, MAX_STRINGS
+            )
     return inputs
 
 

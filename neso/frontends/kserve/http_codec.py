@@ -30,7 +30,7 @@ from neso.server.inference_response import InferenceResponse
 from neso.server.metadata import TensorMetadata
 from neso.server.model import Model
 from neso.server.shared_memory.regions import BYTE_SIZE, OFFSET, REGION, SharedMemory, SharedMemoryWindow
-from neso.server.tensor import DataType, Tensor, element_count
+from neso.server.tensor import MAX_STRINGS, DataType, Tensor, element_count
 
 PlainInfer = tuple[
     str,
@@ -203,7 +203,7 @@ def _read_binary(
             f"unexpected size for input '{name}', expecting {size - len(binary)} additional bytes for model "
             f"'{inference.model_name}'"
         )
-    return Tensor.from_wire(name, datatype, shape, binary[:size], inference.model_name)
+    return Tensor.from_wire(name, datatype, shape, binary[:size], inference.model_name, MAX_STRINGS)
 
 
 def _additional_data(inference: InferenceRequest) -> InvalidArgument:
@@ -299,7 +299,7 @@ def _read_raw(body: bytes, model: Model, version: str) -> InferenceRequest:
     dims = spec.shape[1:] if batched else spec.shape
     shape, data = _raw_shape(spec, dims, body)
     shape = (1, *shape) if batched else shape
-    tensor = Tensor.from_wire(spec.name, DataType(spec.datatype), shape, data, model.name)
+    tensor = Tensor.from_wire(spec.name, DataType(spec.datatype), shape, data, model.name, MAX_STRINGS)
     return InferenceRequest(model.name, {spec.name: tensor}, version)
 
 

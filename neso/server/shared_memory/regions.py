@@ -13,7 +13,7 @@ import numpy as np
 
 from neso.server.errors import AlreadyExists, InternalError, InvalidArgument, NotFound, Unsupported
 from neso.server.shared_memory.cuda import CudaDriver, CudaRegion
-from neso.server.tensor import DataType, Tensor
+from neso.server.tensor import MAX_STRINGS, DataType, Tensor
 
 REGION = "shared_memory_region"
 OFFSET = "shared_memory_offset"
@@ -47,7 +47,7 @@ class SharedMemoryWindow:
         Fixed-size types are read-only views of host memory; client writes during the request are visible.
         """
         data = self.region.read(self.offset, self.byte_size)
-        tensor = Tensor.from_wire(name, datatype, shape, data, model)
+        tensor = Tensor.from_wire(name, datatype, shape, data, model, MAX_STRINGS)
         if tensor.array.flags.aligned:
             return tensor
         return replace(tensor, array=tensor.array.copy())  # some backends require aligned arrays
