@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from neso.server.tensor import DataType
 
 if TYPE_CHECKING:
     from neso.server.model import Model
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,12 @@ class EnsembleBackend(Backend):
             self._find_model(step.model, step.version).decoupled for step in self._graph.steps
         )
         self.context.config.model_transaction_policy.decoupled = self._decoupled
+        if self._graph.max_inflight:
+            logger.info(
+                "Ensemble model '%s' configured with max_inflight_requests: %d",
+                self.context.name,
+                self._graph.max_inflight,
+            )
 
     @property
     def output_labels(self) -> Mapping[str, Sequence[str]]:

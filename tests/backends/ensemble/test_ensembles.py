@@ -238,7 +238,10 @@ async def test_responses_have_sequence_parameters(server: Server) -> None:
     assert response.parameters == {"sequence_id": 7, "sequence_start": False, "sequence_end": True}
 
 
-async def test_steps_after_a_decoupled_step_run_per_response(server: Server) -> None:
+async def test_steps_after_a_decoupled_step_run_per_response(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     server.repository.add("repeat", REPEAT, REPEAT_TENSORS)
     server.repository.add("to_float", TO_FLOAT, TO_FLOAT_TENSORS)
     tensors = """
@@ -258,6 +261,7 @@ async def test_steps_after_a_decoupled_step_run_per_response(server: Server) -> 
         path.write_text(path.read_text().replace("ensemble_scheduling {", f"ensemble_scheduling {{ {limit}"))
         core = await server.start()
         assert reason(core) == ""
+        assert ("'all' configured with max_inflight_requests: 1" in caplog.text) == bool(limit)
         responses = await collect(
             send_request(core.model("all"), COUNT=np.array([5], np.int32), IN=floats(0))
         )
