@@ -62,7 +62,7 @@ def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
     if source.renamed:
         config.name = source.name
     complete_config(config, source.name, newest)
-    check_config(config, source.name)
+    check_config(config, source.name, complete=options.disable_auto_complete_config)
     chosen = choose_versions(versions, config.version_policy, source.name)
     backend = find_backend("ensemble" if is_ensemble(config) else config.backend, options.backend_directory)
     if not options.disable_auto_complete_config:
