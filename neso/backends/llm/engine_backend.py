@@ -299,16 +299,12 @@ class EngineBackend(Backend):
         self._restarting = asyncio.get_running_loop().create_task(self._restart())
 
     async def _restart(self) -> None:
-        engine, name = self.engine, self.context.name
-
-        async def restart() -> EngineInfo:
-            await engine.restart()
-            return engine.info
+        name = self.context.name
 
         def failed(error: Exception) -> None:
             logger.error("model '%s': the engine could not be restarted: %s", name, error)
 
-        info = await self._restarts.restart(restart, failed)
+        info = await self._restarts.restart(self.engine.restart, failed)
         if info is None:
             self._down = True
             logger.critical("model '%s': the engine has failed too often and is not restarted", name)

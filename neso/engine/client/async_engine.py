@@ -84,11 +84,12 @@ class AsyncEngine(EngineClient):
             raise
         return cls(config, channel, info, loading.result(), images, in_process=in_process)
 
-    async def restart(self) -> None:
+    async def restart(self) -> EngineInfo:
         """Start the engine again after it has ended, with the same options and adapters. Raises `EngineError`.
 
-        Adapters are those that were loaded when it ended, except those loaded from tensors of a request. An adapter
-        that can no longer be loaded is logged and left out.
+        Returns its properties; the size of its cache can be different. Adapters are those that were loaded when it
+        ended, except those loaded from tensors of a request. An adapter that can no longer be loaded is logged and left
+        out.
         """
         assert not self.alive, "the engine is running"
         await self._channel.close(timeout=0)
@@ -107,6 +108,7 @@ class AsyncEngine(EngineClient):
             raise
         self._lost_loras = None
         self._restoring = False
+        return info
 
     def _connect(self, channel: EngineChannel) -> None:
         self._channel = channel
