@@ -116,7 +116,7 @@ def test_counts(inputs, parameters, elements, strings):
 @pytest.mark.parametrize("size", [5, 548, 65 << 10, 1 << 20])
 def test_long_varints(size):
     with pytest.raises(InvalidArgument, match="malformed ModelInferRequest"):
-        decode_infer_message(scan_infer_message(b"\xff" * size, ANY))
+        decode_infer_message(*scan_infer_message(b"\xff" * size, ANY)[1:])
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -134,7 +134,7 @@ def test_large_messages_are_split():
     message.inputs.add(name="IN", shape=[3])
     scanned = scan_infer_message(message.SerializeToString(), 1000)
     assert len(scanned.data) < 100
-    infer = decode_infer_message(scanned)
+    infer = decode_infer_message(scanned.data, scanned.raw_inputs)
     assert list(infer.raw_inputs) == list(message.raw_input_contents)
     assert infer.request.inputs == message.inputs
 
