@@ -166,8 +166,8 @@ class Ticket:
         """Seconds by which requests of other clients may arrive later and still go first."""
 
     def grow(self, sequences: int) -> None:
-        """Count further sequences of the request. Raises `InvalidArgument`, `Overloaded`."""
-        if sequences > 0:
+        """Count further sequences of a request that has not ended. Raises `InvalidArgument`, `Overloaded`."""
+        if sequences > 0 and self.sequences:
             self._admission.check_request(self.sequences + sequences)
             self._admission._check(self.client, sequences, 0)
             self._admission.sequences += sequences
