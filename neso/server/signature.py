@@ -115,6 +115,11 @@ def fits(shape: Shape, dims: Shape) -> bool:
     return True
 
 
+def dims_agree(one: Shape, other: Shape) -> bool:
+    """Return whether a shape can match both `dims`, where -1 allows any extent."""
+    return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One input or output of a model. `dims` excludes the batch dimension; -1 is variable.

@@ -130,6 +130,11 @@ class Timeline:
     responses: int = 0
     response_start: int = 0
 
+    @property
+    def executed(self) -> bool:
+        """Whether the model itself has executed the request: false for an ensemble, whose steps execute requests."""
+        return bool(self.compute_start) and self.compute is None
+
     def stages(self, end: int) -> tuple[int, int, int, int]:
         """Return the durations of queue, compute input, infer and output, in ns."""
         start = self.compute_start or self.queue_start

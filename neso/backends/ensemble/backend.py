@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from neso.backends.ensemble.graph import EnsembleGraph
@@ -11,9 +12,26 @@ from neso.backends.ensemble.run import EnsembleRun
 from neso.server.backend import Backend, ModelContext
 from neso.server.errors import InvalidArgument, ServerError
 from neso.server.inference_response import ResponseStream
+from neso.server.signature import Shape, Signature, dims_agree
+from neso.server.tensor import DataType
 
 if TYPE_CHECKING:
     from neso.server.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorUse:
+    """A tensor of an ensemble as one model declares it. `dims` excludes the batch dimension."""
+
+    tensor: str
+    model: str
+    datatype: DataType
+    dims: Shape
+    batches: bool
+
+    @property
+    def full_dims(self) -> Shape:
+        return (-1, *self.dims) if self.batches else self.dims
 
 
 class EnsembleBackend(Backend):
@@ -38,6 +56,7 @@ class EnsembleBackend(Backend):
                 ) from None
         for step in self._graph.steps:
             self._check_step(step.index)
+        self._check_connections()
         self._decoupled = any(
             self._find_model(step.model, step.version).decoupled for step in self._graph.steps
         )
@@ -86,3 +105,38 @@ class EnsembleBackend(Backend):
         required = {name for name, spec in model.signature.inputs.items() if not spec.optional}
         for name in sorted(required - step.inputs.keys()):
             raise InvalidArgument(f"{where} needs the input '{name}', which is not in the input_map")
+
+    def _check_connections(self) -> None:
+        """Raise `InvalidArgument` if the ensemble and its steps disagree on datatype or shape of a tensor.
+
+        Shapes agree with or without the batch dimension, and -1 agrees with any extent, as in Triton.
+        """
+        name = self.context.name
+        first: dict[str, _TensorUse] = {}
+        for use in self._tensor_uses():
+            known = first.setdefault(use.tensor, use)
+            where = f"in ensemble '{name}', ensemble tensor '{use.tensor}':"
+            if use.datatype != known.datatype:
+                raise InvalidArgument(
+                    f"{where} inconsistent data type: {known.datatype.config_name} is inferred from model "
+                    f"'{known.model}' while {use.datatype.config_name} is inferred from model '{use.model}'"
+                )
+            if not dims_agree(use.dims, known.dims) and not dims_agree(use.full_dims, known.full_dims):
+                raise InvalidArgument(
+                    f"{where} inconsistent shape: {list(known.full_dims)} is inferred from model "
+                    f"'{known.model}' while {list(use.full_dims)} is inferred from model '{use.model}'"
+                )
+
+    def _tensor_uses(self) -> Iterator[_TensorUse]:
+        """Yield the ensemble's inputs and outputs, then the inputs and outputs of its steps."""
+        own = Signature(self.context.config)
+        for spec in (*own.inputs.values(), *own.outputs.values()):
+            dims = spec.dims if spec.reshape is None else spec.reshape
+            yield _TensorUse(spec.name, self.context.name, spec.datatype, dims, self._graph.batches)
+        for step in self._graph.steps:
+            signature = self._find_model(step.model, step.version).signature
+            batches = signature.max_batch_size > 0
+            for tensors, specs in ((step.inputs, signature.inputs), (step.outputs, signature.outputs)):
+                for name, tensor in tensors.items():
+                    spec = specs[name]
+                    yield _TensorUse(tensor, step.model, spec.datatype, spec.dims, batches)

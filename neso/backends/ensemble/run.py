@@ -98,6 +98,7 @@ class EnsembleRun:
         """Start the steps whose inputs are in the request."""
         self._stream.request.on_cancel(self._cancel)
         self._stream.timeline.compute_start = time.monotonic_ns()
+        self._stream.timeline.compute = self._compute
         scope = Scope()
         scope.tensors.update(self._stream.request.inputs)
         scope.absent.update(self._graph.inputs - scope.tensors.keys())

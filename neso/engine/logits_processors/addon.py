@@ -113,7 +113,7 @@ class LogitsProcessors(Addon):
             *(name, sequence.request.request_id),
             exc_info=error,
         )
-        sequence.error = RequestError(f"the logits processor '{name}' failed: {error}", FIELD)
+        sequence.error = RequestError(f"the logits processor '{name}' failed: {error}")
 
     def stats(self) -> dict[str, Any]:
         if not self._stats:

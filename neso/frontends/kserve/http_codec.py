@@ -305,17 +305,18 @@ def _read_raw(body: bytes, model: Model, version: str) -> InferenceRequest:
 
 
 def _raw_shape(spec: TensorMetadata, dims: tuple[int, ...], body: bytes) -> tuple[tuple[int, ...], bytes]:
-    if spec.datatype == DataType.BYTES:
-        if any(extent not in (1, -1) for extent in dims) or len(dims) > 1:
-            raise InvalidArgument(
-                f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]"
-            )
-        return (1,) * len(dims), len(body).to_bytes(4, "little") + body
+    """Return shape and data of a raw input. Raises `InvalidArgument` if `dims` do not determine the shape."""
     if dims.count(-1) > 1:
         raise InvalidArgument(
             f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one "
             "variable-sized dimension"
         )
+    if spec.datatype == DataType.BYTES:
+        if any(extent != 1 for extent in dims):
+            raise InvalidArgument(
+                f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]"
+            )
+        return dims, len(body).to_bytes(4, "little") + body
     itemsize = DataType(spec.datatype).dtype.itemsize
     known = itemsize
     for extent in dims:

@@ -199,6 +199,20 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
             group.gpus.extend(available_gpus())
 
 
+def complete_batching(config: ModelConfig) -> None:
+    """Fill in the preferred batch size: `max_batch_size`, as in Triton. Call when `max_batch_size` is final."""
+    if config.max_batch_size <= 0:
+        return
+    batchers = []
+    if config.HasField("dynamic_batching"):
+        batchers.append(config.dynamic_batching)
+    if config.sequence_batching.HasField("oldest"):
+        batchers.append(config.sequence_batching.oldest)
+    for batcher in batchers:
+        if not batcher.preferred_batch_size:
+            batcher.preferred_batch_size.append(config.max_batch_size)
+
+
 def _drop_repeated_outputs(config: ModelConfig) -> None:
     """Drop outputs that are equal to an earlier one: Triton accepts them, and published repositories have them."""
     repeated = [i for i, tensor in enumerate(config.output) if tensor in config.output[:i]]

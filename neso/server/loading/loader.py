@@ -15,6 +15,7 @@ import numpy.typing as npt
 from neso.server.backend import Backend, ModelContext, find_backend, python_based_file
 from neso.server.config.model_config import (
     check_config,
+    complete_batching,
     complete_config,
     ignored_fields,
     is_ensemble,
@@ -67,6 +68,7 @@ def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
         settings = backend_settings(config.backend, options)
         backend.auto_complete(config, directory, directory / str(chosen[-1]), settings)
         check_config(config, source.name)
+    complete_batching(config)
     for check in options.config_checks:
         check(config)
     if ignored := ignored_fields(config, backend.implemented_fields):

@@ -243,7 +243,7 @@ class ModelTrace:
         self, timeline: Timeline, response: InferenceResponse, inputs: dict[str, Tensor] | None = None
     ) -> None:
         """Record a response; the final one ends the execution. `inputs`: as passed to the backend."""
-        if response.final and timeline.compute_start:
+        if response.final and timeline.executed:
             self.record_tensors("TENSOR_BACKEND_INPUT", inputs)
         self.record_tensors("TENSOR_BACKEND_OUTPUT", {tensor.name: tensor for tensor in response.outputs})
         if response.final:
@@ -259,7 +259,7 @@ class ModelTrace:
         if self.generation is not None:
             self.generation.end(now)
         self.stamp("QUEUE_START", timeline.queue_start)
-        if timeline.compute_start:
+        if timeline.executed:
             self.stamp("COMPUTE_START", timeline.compute_start)
             self.stamp("COMPUTE_INPUT_END", timeline.input_end or timeline.compute_start)
             self.stamp("COMPUTE_OUTPUT_START", timeline.output_start or now)

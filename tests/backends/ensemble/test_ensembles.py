@@ -459,15 +459,50 @@ async def test_batch_size_above_one_does_not_fit_a_step_without_batching(server:
     assert response.error is not None and "unexpected shape for input 'IN'" in response.error.message
 
 
-async def test_dimension_is_not_removed_between_models_that_do_not_batch(server: Server) -> None:
-    server.repository.add("single", SHAPES, SHAPES_TENSORS)
+@pytest.mark.parametrize(
+    ("tensors", "step_batches", "message"),
+    [
+        (
+            IDENTITY_TENSORS.replace("TYPE_FP32", "TYPE_INT32"),
+            False,
+            "ensemble tensor 'IN': inconsistent data type: TYPE_INT32 is inferred from model 'all' while TYPE_FP32 "
+            "is inferred from model 'single'",
+        ),
+        (
+            IDENTITY_TENSORS.replace("-1", "3"),
+            False,
+            "ensemble tensor 'IN': inconsistent shape: [3] is inferred from model 'all' while [2] is inferred from "
+            "model 'single'",
+        ),
+        (IDENTITY_TENSORS.replace("-1", "-1, 2"), False, "inconsistent shape: [-1, 2]"),
+        (
+            "max_batch_size: 4 " + IDENTITY_TENSORS.replace("-1", "-1, 2"),
+            True,
+            "inconsistent shape: [-1, -1, 2]",
+        ),
+        (IDENTITY_TENSORS, False, ""),
+        (IDENTITY_TENSORS.replace("-1", "-1, 2"), True, ""),
+        ("max_batch_size: 4 " + IDENTITY_TENSORS.replace("-1", "2"), False, ""),
+    ],
+)
+async def test_datatypes_and_shapes_of_connected_tensors_are_checked_at_load(
+    server: Server, tensors: str, step_batches: bool, message: str
+) -> None:
+    server.repository.add("single", SHAPES, f"max_batch_size: {4 * step_batches} {SHAPES_TENSORS}")
+    server.add_ensemble(step("single", {"IN": "IN"}, {"OUT": "OUT"}), tensors=tensors)
+    core = await server.start()
+    assert core.model_ready("all") == (not message)
+    assert message in reason(core)
+
+
+async def test_shapes_of_tensors_between_steps_are_checked_at_load(server: Server) -> None:
+    for name, size in (("first", 2), ("second", 3)):
+        server.repository.add(name, SHAPES, SHAPES_TENSORS.replace("[ 2 ]", f"[ {size} ]"))
     server.add_ensemble(
-        step("single", {"IN": "IN"}, {"OUT": "OUT"}),
-        tensors=IDENTITY_TENSORS.replace("dims: [ -1 ]", "dims: [ -1, 2 ]"),
+        step("first", {"IN": "IN"}, {"OUT": "a"}), step("second", {"IN": "a"}, {"OUT": "OUT"})
     )
-    model = (await server.start()).model("all")
-    (response,) = await collect(send_request(model, IN=np.ones((1, 2), np.float32)))
-    assert response.error is not None and "unexpected shape for input 'IN'" in response.error.message
+    core = await server.start()
+    assert "tensor 'a': inconsistent shape: [2]" in reason(core)
 
 
 LABELLED = """

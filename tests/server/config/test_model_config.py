@@ -10,6 +10,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from neso.server.config.model_config import (
     check_config,
+    complete_batching,
     complete_config,
     config_from_json,
     differ_in_instances_only,
@@ -63,6 +64,29 @@ def test_backend_inference_errors(tmp_path: Path, config: str, reason: str) -> N
     complete_config(message, "m", tmp_path)
     with pytest.raises(InvalidArgument, match=reason):
         check_config(message, "m")
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ("max_batch_size: 8 dynamic_batching {}", [8]),
+        ("max_batch_size: 8 dynamic_batching { preferred_batch_size: [2, 4] }", [2, 4]),
+        ("max_batch_size: 8 sequence_batching { oldest {} }", [8]),
+        ("max_batch_size: 8 sequence_batching { oldest { preferred_batch_size: 2 } }", [2]),
+        ("dynamic_batching {}", []),
+    ],
+)
+def test_preferred_batch_size_defaults_to_max_batch_size(config: str, sizes: list[int]) -> None:
+    message = parse(config)
+    complete_batching(message)
+    batcher = message.sequence_batching.oldest if "oldest" in config else message.dynamic_batching
+    assert list(batcher.preferred_batch_size) == sizes
+
+
+def test_preferred_batch_size_is_not_set_without_a_batcher() -> None:
+    message = parse("max_batch_size: 8 sequence_batching { direct {} }")
+    complete_batching(message)
+    assert message == parse("max_batch_size: 8 sequence_batching { direct {} }")
 
 
 @pytest.mark.parametrize(

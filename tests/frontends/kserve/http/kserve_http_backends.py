@@ -35,6 +35,11 @@ CONFIGS = {
         input { name: "IN" data_type: TYPE_STRING dims: [1] }
         output { name: "OUT" data_type: TYPE_STRING dims: [1] }
     """,
+    "any_strings": """
+        backend: "test_identity"
+        input { name: "IN" data_type: TYPE_STRING dims: [-1] }
+        output { name: "OUT" data_type: TYPE_STRING dims: [-1] }
+    """,
     "grid": """
         backend: "test_identity"
         input { name: "IN" data_type: TYPE_INT32 dims: [-1, 3, -1] }

@@ -332,6 +332,9 @@ async def test_raw_binary_requests(client) -> None:
     assert b'"shape":[1,2,3]' in reply.body[:size] and reply.body[size:] == data
     reply = await post("strings", b"hello")
     assert reply.body.endswith(b"\5\0\0\0hello")
+    reply = await post("any_strings", b"hello")
+    assert reply.status == 400
+    assert reply.error == "For BYTE datatype raw input 'IN', the model must have input shape [1]"
     assert "Raw request must only have 1 input" in (await post("identity", data)).error
     assert "more than one variable-sized dimension" in (await post("grid", data)).error
     assert (await post("batched", data[:-1])).status == 400
