@@ -90,7 +90,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_timeout: Annotated[
         float,
         Meta(
-            description="Seconds without a sign of life after which the engine process is killed and restarted; "
+            description="Seconds without a heartbeat after which the engine process is killed and restarted; "
             "0 disables it."
         ),
     ] = 30.0

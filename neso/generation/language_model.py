@@ -103,7 +103,7 @@ _LONG_TEXT = 8
 _COUNTED_PIECE = 1 << 20
 """Characters that are tokenized at once to count tokens; each takes up to 200 bytes."""
 _CUT_MARGIN = 256
-"""By how many tokens a cut can change the tokens of a text before the cut, at most."""
+"""Margin for the tokens of a part of a text that are not tokens of the whole text: those next to the cut."""
 
 
 def cut_text(

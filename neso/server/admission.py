@@ -81,12 +81,12 @@ class Admission:
         self.limits = limits
         self.sequences = 0
         self.input_bytes = 0
-        self._clients: dict[str, _Client] = {}
+        self.clients: dict[str, _Client] = {}
 
     @property
     def num_clients(self) -> int:
         """Number of clients with requests in flight."""
-        return len(self._clients)
+        return len(self.clients)
 
     def check(self, name: str, sequences: int) -> None:
         """Check whether a request of the client `name` fits, before its parts are admitted one by one.
@@ -95,7 +95,7 @@ class Admission:
         """
         self.check_request(sequences)
         if name:
-            self._check(self._clients.get(name) or _Client(name), sequences, 0)
+            self._check(self.clients.get(name) or _Client(name), sequences, 0)
 
     def check_request(self, sequences: int) -> None:
         """Check the number of sequences of one request. Raises `InvalidArgument`."""
@@ -110,7 +110,9 @@ class Admission:
         limits = self.limits
         if sequences > limits.request_sequences:
             self.check_request(sequences)
-        client = self._clients.get(name) or _Client(name)
+        client = self.clients.get(name)
+        if client is None:
+            client = _Client(name)
         client_sequences, client_bytes = client.sequences + sequences, client.input_bytes + input_bytes
         total_sequences, total_bytes = self.sequences + sequences, self.input_bytes + input_bytes
         # This runs for every request, so `_check` is called only if a limit may be exceeded.
@@ -121,11 +123,14 @@ class Admission:
             or total_bytes > limits.input_bytes
         ):
             self._check(client, sequences, input_bytes)
-        self._clients[name] = client
-        ticket = Ticket(self, client, sequences, input_bytes)
+        excess = client.sequences - _FAIR_SEQUENCES
+        if not client.sequences:
+            self.clients[name] = client
         client.sequences, client.input_bytes = client_sequences, client_bytes
         self.sequences, self.input_bytes = total_sequences, total_bytes
-        return ticket
+        return Ticket(
+            self, client, sequences, input_bytes, _SECONDS_PER_SEQUENCE * excess if excess > 0 else 0.0
+        )
 
     def _check(self, client: _Client, sequences: int, input_bytes: int) -> None:
         limits = self.limits
@@ -144,39 +149,39 @@ class Admission:
         if self.input_bytes and self.input_bytes + input_bytes > limits.input_bytes:
             raise Overloaded(f"the server is overloaded: inputs of {self.input_bytes} bytes are in flight")
 
-    def _change(self, client: _Client, sequences: int, input_bytes: int) -> None:
-        client.sequences += sequences
-        client.input_bytes += input_bytes
-        self.sequences += sequences
-        self.input_bytes += input_bytes
-        if not client.sequences:
-            self._clients.pop(client.name, None)
-
 
 class Ticket:
     """The part of a request in the limits. `release` when the request has ended."""
 
     __slots__ = ("_admission", "client", "input_bytes", "queue_delay", "sequences")
 
-    def __init__(self, admission: Admission, client: _Client, sequences: int, input_bytes: int) -> None:
+    def __init__(
+        self, admission: Admission, client: _Client, sequences: int, input_bytes: int, queue_delay: float
+    ) -> None:
         self._admission = admission
         self.client = client
         self.sequences = sequences
         self.input_bytes = input_bytes
-        excess = client.sequences - _FAIR_SEQUENCES
-        self.queue_delay = _SECONDS_PER_SEQUENCE * excess if excess > 0 else 0.0
+        self.queue_delay = queue_delay
         """Seconds by which requests of other clients may arrive later and still go first."""
 
     def grow(self, sequences: int) -> None:
-        """Count further sequences of the request. Raises `InvalidArgument`, `Overloaded`."""
-        if sequences > 0:
+        """Count further sequences of a request that has not ended. Raises `InvalidArgument`, `Overloaded`."""
+        if sequences > 0 and self.sequences:
             self._admission.check_request(self.sequences + sequences)
             self._admission._check(self.client, sequences, 0)
-            self._admission._change(self.client, sequences, 0)
+            self._admission.sequences += sequences
+            self.client.sequences += sequences
             self.sequences += sequences
 
     def release(self) -> None:
         """Return the part of the request. Idempotent."""
-        if self.sequences:
-            self._admission._change(self.client, -self.sequences, -self.input_bytes)
-            self.sequences = self.input_bytes = 0
+        sequences, self.sequences = self.sequences, 0
+        if sequences:
+            admission, client = self._admission, self.client
+            admission.sequences -= sequences
+            admission.input_bytes -= self.input_bytes
+            client.sequences -= sequences
+            client.input_bytes -= self.input_bytes
+            if not client.sequences:
+                del admission.clients[client.name]

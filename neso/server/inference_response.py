@@ -159,7 +159,8 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
             self._deliver(response)
         if self.closed:
             self.request.ended()
-            self._close_backlog()
+            if self.backlog is not None:
+                self._close_backlog()
             on_close, self.on_close = self.on_close, None
             if on_close is not None:
                 on_close()
@@ -190,6 +191,8 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self._sink = sink
         while self._responses:
             response = self._responses.popleft()
+            if response.final:
+                self._sink = None  # breaks the reference cycle
             if response.backlog_size:
                 self._take(response)
             sink(response)

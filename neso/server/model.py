@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from neso.generation import GenerationOutput, GenerationRequest, InvalidParameter, PooledOutput
-from neso.server.admission import CLIENT, Admission, Ticket
+from neso.server.admission import CLIENT, Admission
 from neso.server.backend import Backend, ModelContext, TextFields
 from neso.server.backlog import Backlog
 from neso.server.errors import (
@@ -158,9 +158,16 @@ class Model:
         if self._retired:
             return self._after_retirement().submit(request)
         payload = request.payload
-        batch_size = self.signature.check(request) if payload is None else self._check_payload(payload)
+        if payload is None:
+            batch_size, sequences = self.signature.check(request), 1
+        else:
+            batch_size, sequences = 1, self._check_payload(payload)
         client = CLIENT.get() if request.client is None else request.client
-        ticket = self._admit(request, client) if client else None
+        try:
+            ticket = self.admission.admit(client, sequences, request.input_bytes) if client else None
+        except Overloaded:
+            self.statistics.record_failure(Timeline(), FailureReason.REJECTED)
+            raise
         request.model_version = self.version
         backlog = request.backlog
         if backlog is None and (self.decoupled or isinstance(payload, GenerationRequest)):
@@ -209,30 +216,24 @@ class Model:
         self, payload: GenerationRequest | PoolingRequest, trace: TraceParent | None
     ) -> InferenceRequest:
         return InferenceRequest(
-            self.name, {}, id=payload.request_id, priority=payload.priority, trace=trace, payload=payload
+            self.name,
+            {},
+            id=payload.request_id,
+            priority=payload.priority,
+            trace=trace,
+            payload=payload,
+            input_bytes=payload.size,
         )
 
     def _check_payload(self, payload: GenerationRequest | PoolingRequest) -> int:
-        """Check that the model supports the payload, and return its batch size. Raises `Unsupported`."""
+        """Check that the model supports the payload, and return its number of sequences. Raises `Unsupported`."""
         if isinstance(payload, GenerationRequest):
             if self.language_model is None:
                 raise Unsupported(f"model '{self.name}' is not a language model")
-        elif self.pooling_model is None:
+            return payload.sampling.num_sequences
+        if self.pooling_model is None:
             raise Unsupported(f"model '{self.name}' does not support embeddings")
         return 1
-
-    def _admit(self, request: InferenceRequest, client: str) -> Ticket:
-        """Count the request in the limits of requests in flight. Raises `InvalidArgument`, `Overloaded`."""
-        sequences, payload = 1, request.payload
-        if payload is not None:
-            request.input_bytes = payload.size
-            if isinstance(payload, GenerationRequest):
-                sequences = payload.sampling.num_sequences
-        try:
-            return self.admission.admit(client, sequences, request.input_bytes)
-        except Overloaded:
-            self.statistics.record_failure(Timeline(), FailureReason.REJECTED)
-            raise
 
     def _start(self, stream: ResponseStream) -> None:
         payload = stream.request.payload

@@ -107,9 +107,12 @@ Shape = tuple[int, ...]
 
 def fits(shape: Shape, dims: Shape) -> bool:
     """Return whether a shape matches `dims`, where -1 allows any extent."""
-    return len(shape) == len(dims) and all(
-        expected in (-1, extent) for expected, extent in zip(dims, shape, strict=True)
-    )
+    if len(shape) != len(dims):
+        return False
+    for expected, extent in zip(dims, shape, strict=True):  # noqa: SIM110  faster than `all`
+        if expected not in (-1, extent):
+            return False
+    return True
 
 
 def dims_agree(one: Shape, other: Shape) -> bool:

@@ -227,7 +227,9 @@ class ModelStatistics:
         """Record one execution with a total batch size."""
         _, compute_input, infer, output = timeline.stages(time.monotonic_ns())
         self.execution_count += 1
-        batch = self.batches.setdefault(batch_size, BatchStatistics())
+        batch = self.batches.get(batch_size)
+        if batch is None:
+            batch = self.batches[batch_size] = BatchStatistics()
         batch.compute_input.add(compute_input)
         batch.compute_infer.add(infer)
         batch.compute_output.add(output)

@@ -239,7 +239,7 @@ def infer_protobuf(data: bytes) -> None:
     """A `ModelInferRequest`. Padding with an unknown field selects the path for large messages."""
     for message in (data, data + b"\xfa\x7f\x80\x80\x04" + bytes(1 << 16)):
         with suppress(ServerError):
-            infer = grpc_codec.decode_infer_message(grpc_codec.scan_infer_message(message, 1_000_000))
+            infer = grpc_codec.decode_infer_message(*grpc_codec.scan_infer_message(message, 1_000_000)[1:])
             request, _ = grpc_codec.read_infer_request(infer, _SHARED_MEMORY)
             _MODEL.signature.check(request)
 

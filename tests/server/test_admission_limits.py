@@ -21,6 +21,16 @@ def test_sequences_of_one_request_are_limited() -> None:
     assert admission.sequences == 4
 
 
+def test_ended_requests_do_not_grow() -> None:
+    admission = Admission(LIMITS)
+    ticket = admission.admit("a", 1, 10)
+    ticket.release()
+    ticket.grow(2)
+    assert (admission.sequences, admission.input_bytes, admission.num_clients) == (0, 0, 0)
+    ticket.release()
+    assert admission.sequences == 0
+
+
 def test_sequences_of_one_client_are_limited() -> None:
     admission = Admission(LIMITS)
     tickets = [admission.admit("a", 2, 0) for _ in range(5)]

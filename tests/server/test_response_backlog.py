@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -30,6 +31,20 @@ def test_sizes_count_the_memory_of_tensors() -> None:
     assert 5000 <= response(5000).size < 7000
     text = InferenceResponse("model", "1", outputs=[Tensor.from_strings("T", ["x" * 3000, "y" * 2000])])
     assert 5000 <= text.size < 7000
+
+
+def test_stream_does_not_keep_the_consumer_of_an_ended_request() -> None:
+    stream, received = new_stream(), []
+
+    def consumer(response: InferenceResponse) -> None:
+        received.append(response)
+
+    reference = weakref.ref(consumer)
+    stream.finish()
+    stream.consume(consumer)
+    del consumer
+    assert len(received) == 1
+    assert reference() is None
 
 
 async def test_coroutine_waits_until_responses_are_taken() -> None:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -132,6 +132,16 @@ class OutputJoiner:
         return GenerationOutput.joined(waiting) if waiting else None
 
 
+AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest | PoolingRequest)
+
+
+def with_queue_delay(request: AnyRequest, stream: ResponseStream) -> AnyRequest:
+    """Return the request with the queue delay of its client, see `Ticket`."""
+    if stream.ticket is None or not stream.ticket.queue_delay:
+        return request
+    return dataclasses.replace(request, queue_delay=stream.ticket.queue_delay)
+
+
 class _EngineRequest:
     """A request in the engine. Its outputs are passed to `deliver`. It ends together with its stream."""
 
@@ -158,8 +168,7 @@ class _EngineRequest:
         try:
             if isinstance(request, GenerationRequest):
                 stream.count_sequences(request.sampling.num_sequences)
-            if stream.ticket is not None and stream.ticket.queue_delay:
-                request = dataclasses.replace(request, queue_delay=stream.ticket.queue_delay)
+            request = with_queue_delay(request, stream)
             if is_slow(request):
                 self._backend.request_tasks.start(stream, self._submit_in_thread(request))
                 return
@@ -267,7 +276,8 @@ class EngineBackend(Backend):
 
     async def unload(self) -> None:
         await self.request_tasks.end()
-        if self._restarting is not None:
+        # A loop, because a restarted engine can end while this waits, which begins another restart.
+        while self._restarting is not None and not self._restarting.done():
             self._restarting.cancel()
             await asyncio.wait((self._restarting,))
         if self._engine is not None:
@@ -289,16 +299,12 @@ class EngineBackend(Backend):
         self._restarting = asyncio.get_running_loop().create_task(self._restart())
 
     async def _restart(self) -> None:
-        engine, name = self.engine, self.context.name
-
-        async def restart() -> EngineInfo:
-            await engine.restart()
-            return engine.info
+        name = self.context.name
 
         def failed(error: Exception) -> None:
             logger.error("model '%s': the engine could not be restarted: %s", name, error)
 
-        info = await self._restarts.restart(restart, failed)
+        info = await self._restarts.restart(self.engine.restart, failed)
         if info is None:
             self._down = True
             logger.critical("model '%s': the engine has failed too often and is not restarted", name)

@@ -209,6 +209,8 @@ class ResponseIterator:
         return self
 
     async def __anext__(self) -> InferenceResponse:
+        if self._loop_calls is None:
+            raise TypeError("the responses of exec() cannot be iterated with 'async for': use async_exec()")
         if self._ended:
             raise StopAsyncIteration
         while True:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.backends.llm.engine_backend import EngineBackend
+from neso.backends.llm.engine_backend import EngineBackend, with_queue_delay
 from neso.backends.llm.tensor_request import adapter_of_task
 from neso.backends.tensorrtllm import signature
 from neso.backends.tensorrtllm.settings import Settings, read_settings
@@ -139,7 +139,8 @@ class TensorRtLlmBackend(EngineBackend):
             raise convert_error(error) from None
 
     async def _generate_row(self, request: TokenRequest, sender: ResponseSender, row: RowResponses) -> None:
-        async with aclosing(self.generate(request.generation)) as outputs:
+        generation = with_queue_delay(request.generation, sender.stream)
+        async with aclosing(self.generate(generation)) as outputs:
             async for output in outputs:
                 sender.add(row, output)
 

@@ -252,7 +252,7 @@ class ResponseSender:
         requests: list[TokenRequest],
         format: TensorFormat,
     ) -> None:
-        self._model, self._version, self._stream = context.name, context.version, stream
+        self._model, self._version, self.stream = context.name, context.version, stream
         several = len(requests) > 1
         preceding = "preceding_ids" in stream.request.requested_outputs
         self.rows = [
@@ -264,7 +264,7 @@ class ResponseSender:
 
     def add(self, row: RowResponses, output: GenerationOutput) -> None:
         """Add an engine output of a row and send the complete responses."""
-        self._stream.observe_generation(output)
+        self.stream.observe_generation(output)
         joined = self._joiners[row].add(output)
         if joined is not None:
             self._send_output(row, joined)
@@ -283,4 +283,4 @@ class ResponseSender:
 
     def _send(self, tensors: list[Tensor]) -> None:
         final = not any(row.num_open for row in self.rows)
-        self._stream.send(InferenceResponse(self._model, self._version, outputs=tensors), final=final)
+        self.stream.send(InferenceResponse(self._model, self._version, outputs=tensors), final=final)

@@ -84,11 +84,12 @@ class AsyncEngine(EngineClient):
             raise
         return cls(config, channel, info, loading.result(), images, in_process=in_process)
 
-    async def restart(self) -> None:
+    async def restart(self) -> EngineInfo:
         """Start the engine again after it has ended, with the same options and adapters. Raises `EngineError`.
 
-        Adapters are those that were loaded when it ended, except those loaded from tensors of a request. An adapter
-        that can no longer be loaded is logged and left out.
+        Returns its properties; the size of its cache can be different. Adapters are those that were loaded when it
+        ended, except those loaded from tensors of a request. An adapter that can no longer be loaded is logged and left
+        out.
         """
         assert not self.alive, "the engine is running"
         await self._channel.close(timeout=0)
@@ -107,6 +108,7 @@ class AsyncEngine(EngineClient):
             raise
         self._lost_loras = None
         self._restoring = False
+        return info
 
     def _connect(self, channel: EngineChannel) -> None:
         self._channel = channel
@@ -215,7 +217,8 @@ class AsyncEngine(EngineClient):
         return state, outbox
 
     async def check_integrity(self) -> EngineStats:
-        """Check the KV-cache accounting. Raises `EngineError` if it is inconsistent."""
+        """Check the KV-cache accounting. Raises `EngineError` if it is inconsistent or the engine has ended."""
+        self._check_alive()
         if self._integrity is None:
             self._integrity = asyncio.get_running_loop().create_future()
             self._send(CheckIntegrity())
@@ -272,17 +275,21 @@ class AsyncEngine(EngineClient):
     def handle(self, event: Event) -> None:
         """Process an event of the engine."""
         if isinstance(event, Integrity):
+            event = Integrity(event.message, self._total(event.stats))
             self.stats = event.stats
             if self._integrity is not None:
                 self._integrity.set_result(event)
                 self._integrity = None
             return
         if isinstance(event, StepOutputs):
-            if self._earlier_stats is not None:
-                event = StepOutputs(event.outputs, event.stats.after(self._earlier_stats))
+            event = StepOutputs(event.outputs, self._total(event.stats))
             for callback in self._on_stats:
                 callback(event.stats)
         super().handle(event)
+
+    def _total(self, stats: EngineStats) -> EngineStats:
+        """Add the counters of the engines before a restart."""
+        return stats if self._earlier_stats is None else stats.after(self._earlier_stats)
 
     def _fail(self, reason: str, reader: asyncio.Task[None]) -> None:
         """Fail all requests in flight after the engine has ended, and reset the gauges of its statistics."""

@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Protocol
 
 from neso.engine.core.kv_manager import KVCacheManager
-from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import STATIC_BATCHING, BatchSchedulerPolicy, GptModelType
 from neso.engine.core.sequence import Sequence, scheduling_order
 from neso.engine.core.stats import StaticBatchStats
@@ -164,21 +163,18 @@ class StaticBatches:
         self._within = within
         self._max_num_seqs = max_num_seqs
         self._batch: set[int] = set()
-        self._requests: dict[int, EngineRequest] = {}  # of the sequences admitted to the last batch
+        # Of the requests of the last batch, by sequence id: prompt length, maximum output length, number of sequences.
+        self._sizes: dict[int, tuple[int, int, int]] = {}
 
     @property
     def stats(self) -> StaticBatchStats:
         """Sizes of the last batch."""
-        lengths = [
-            request.max_tokens
-            for request in self._requests.values()
-            for _ in range(request.sampling.num_sequences)
-        ]
-        generated = sum(lengths)
+        sizes = self._sizes.values()
+        longest = max((max_tokens for _, max_tokens, _ in sizes), default=0)
         return StaticBatchStats(
-            sum(len(request.prompt_token_ids) for request in self._requests.values()),
-            generated,
-            len(lengths) * max(lengths, default=0) - generated,
+            sum(prompt for prompt, _, _ in sizes),
+            sum(max_tokens * count for _, max_tokens, count in sizes),
+            sum((longest - max_tokens) * count for _, max_tokens, count in sizes),
         )
 
     def begin_step(self, running: Collection[Sequence], waiting: Iterable[Sequence]) -> None:
@@ -186,14 +182,16 @@ class StaticBatches:
         if not running:
             self._batch = {sequence.id for sequence in islice(waiting, self._max_num_seqs)}
             if self._batch:
-                self._requests = {}
+                self._sizes = {}
 
     def considers(self, sequence: Sequence) -> bool:
         return sequence.id in self._batch and self._within.considers(sequence)
 
     def admits(self, sequence: Sequence, running: Collection[Sequence]) -> bool:
         if self._within.admits(sequence, running):
-            self._requests[sequence.id] = sequence.request
+            request = sequence.request
+            sizes = (sequence.num_prompt_tokens, request.max_tokens, request.sampling.num_sequences)
+            self._sizes[sequence.id] = sizes
             return True
         self._batch = set()
         return False

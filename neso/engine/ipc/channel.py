@@ -67,7 +67,7 @@ class EngineChannel:
         raise EngineDead(self.dead.result())
 
     def on_loaded(self) -> None:
-        """Called when the engine has sent its first event."""
+        """Called when the engine has sent its first event: its model is loaded, or cannot be loaded."""
 
     async def close(self, timeout: float) -> None:
         """Shut the engine down; kill it after `timeout` seconds."""
@@ -107,13 +107,20 @@ class ProcessChannel(EngineChannel):
         self._silent_checks = 0
         self._hang = ""
         self._timer: asyncio.TimerHandle | None = None
+        command = [sys.executable, "-m", "neso.engine.ipc.engine_process", address, str(child_end)]
+        try:
+            self.process = subprocess.Popen(
+                [*command, msgspec.json.encode(config).decode()], stdin=subprocess.PIPE, pass_fds=(child_end,)
+            )
+        except OSError:  # too little memory, for example
+            os.close(self._alive)
+            socket.close(linger=0)
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
+        finally:
+            os.close(child_end)
         if self._timeout and config.step_timeout:
             self._check_later(max(self._timeout, config.step_timeout))
-        command = [sys.executable, "-m", "neso.engine.ipc.engine_process", address, str(child_end)]
-        self.process = subprocess.Popen(
-            [*command, msgspec.json.encode(config).decode()], stdin=subprocess.PIPE, pass_fds=(child_end,)
-        )
-        os.close(child_end)
         # The child has the only write end of this pipe, so the read end reports EOF however the child ends.
         self._loop.add_reader(self._alive, self._on_heartbeat)
 

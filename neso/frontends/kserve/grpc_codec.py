@@ -44,10 +44,11 @@ _INFER_RESPONSE = bytes([2 << 3 | 2])
 _MAX_MESSAGES = 10_000  # inputs, outputs and parameters of a request, and their parts
 _LARGE_MESSAGE = 64 * 1024  # bytes; protobuf is faster for smaller messages
 _LARGE_TENSOR = 64 * 1024  # bytes; copying is faster than a view for smaller tensors
+INLINE_VALUES = 2 * _MAX_MESSAGES
+"""Messages with more fields and elements are not decoded on the event loop.
 
-
-INLINE_VALUES = 20_000
-"""Messages with more fields and elements are not decoded on the event loop."""
+A value takes at least one byte, and a nested message two: messages with so few bytes need no scan.
+"""
 
 
 class ScannedMessage(NamedTuple):
@@ -83,13 +84,12 @@ def scan_infer_message(data: bytes, max_values: int) -> ScannedMessage:
         raise InvalidArgument(f"malformed ModelInferRequest: {error}") from None
 
 
-def decode_infer_message(scanned: ScannedMessage) -> InferMessage:
-    """Parse a `ModelInferRequest`. Raises `InvalidArgument`."""
+def decode_infer_message(data: bytes, raw_inputs: list[bytes] | None = None) -> InferMessage:
+    """Parse a `ModelInferRequest`, `raw_inputs`: unless they are in `data`. Raises `InvalidArgument`."""
     try:
-        request = service_pb2.ModelInferRequest.FromString(scanned.data)
+        request = service_pb2.ModelInferRequest.FromString(data)
     except (DecodeError, ValueError) as error:
         raise InvalidArgument(f"malformed ModelInferRequest: {error}") from None
-    raw_inputs = scanned.raw_inputs
     return InferMessage(request, request.raw_input_contents if raw_inputs is None else raw_inputs)
 
 
@@ -172,6 +172,8 @@ def _tensor_buffer(tensor: Tensor) -> Any:
 
 
 def _encode_varint(value: int) -> bytes:
+    if value <= 0x7F:
+        return bytes((value,))
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

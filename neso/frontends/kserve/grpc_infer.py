@@ -46,17 +46,22 @@ class ModelInfer:
         self._service = service
         self._calls = calls
         self._max_values = max_values
+        self._max_unscanned = min(max_values, INLINE_VALUES)
 
     def __call__(self, data: bytes, call: CallbackCall) -> None:
         received_ns = time.monotonic_ns() if self._service.tracing.enabled else 0
         responder = _Responder(self._calls, call)
+        size = len(data)
+        raw_inputs = None
         try:
-            scanned = scan_infer_message(data, self._max_values)
-            if scanned.values > INLINE_VALUES:
-                self._decode_in_thread(scanned, len(data), responder, call, received_ns)
-                return
-            infer = decode_infer_message(scanned)
-            self._start(infer, None, len(data), responder, call, received_ns)
+            if size > self._max_unscanned:
+                scanned = scan_infer_message(data, self._max_values)
+                if scanned.values > INLINE_VALUES:
+                    self._decode_in_thread(scanned, size, responder, call, received_ns)
+                    return
+                _, data, raw_inputs = scanned
+            infer = decode_infer_message(data, raw_inputs)
+            self._start(infer, None, size, responder, call, received_ns)
         except Exception as error:
             responder.fail(error)
 
@@ -64,7 +69,7 @@ class ModelInfer:
         self, scanned: ScannedMessage, size: int, responder: _Responder, call: CallbackCall, received_ns: int
     ) -> None:
         def decode() -> Decoded:
-            infer = decode_infer_message(scanned)
+            infer = decode_infer_message(scanned.data, scanned.raw_inputs)
             return infer, *read_infer_request(infer, self._service.shared_memory)
 
         def start(future: asyncio.Future[Decoded]) -> None:
@@ -125,7 +130,8 @@ class _Responder:
         if self._call.done:
             return
         try:
-            response.raise_error()
+            if response.error is not None:
+                response.raise_error()
             reply = encode_response(response, self.shared)
         except Exception as error:
             self.fail(error)

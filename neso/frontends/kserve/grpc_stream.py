@@ -104,9 +104,9 @@ class InferStream:
                 scanned = scan_infer_message(data, self._max_values)
                 many = scanned.values > INLINE_VALUES
                 infer = (
-                    await asyncio.to_thread(decode_infer_message, scanned)
+                    await asyncio.to_thread(decode_infer_message, scanned.data, scanned.raw_inputs)
                     if many
-                    else decode_infer_message(scanned)
+                    else decode_infer_message(scanned.data, scanned.raw_inputs)
                 )
                 model_name, request_id = infer.request.model_name, infer.request.id
                 if many:

@@ -150,24 +150,27 @@ def read_outputs(
     message: Any, request: InferenceRequest, output: OutputOptions, shared_memory: SharedMemory
 ) -> None:
     """Set the requested outputs with their classification and shared memory. Raises `ServerError`."""
+    names = []
     for wire in message.outputs:
-        if wire.parameters and REGION in wire.parameters:
-            output.shared[wire.name] = _read_shared(wire, shared_memory)
-    request.requested_outputs = tuple([wire.name for wire in message.outputs])
-    for wire in message.outputs:
-        if "classification" in wire.parameters:
-            parameter = wire.parameters["classification"]
+        name = wire.name
+        names.append(name)
+        parameters = wire.parameters
+        if not parameters:
+            continue
+        if REGION in parameters:
+            output.shared[name] = _read_shared(wire, shared_memory)
+        if "classification" in parameters:
+            parameter = parameters["classification"]
             if parameter.WhichOneof("parameter_choice") != "int64_param" or parameter.int64_param < 0:
                 raise InvalidArgument(
                     "invalid value type for 'classification' parameter, expected int64_param that is not "
-                    f"negative, for output '{wire.name}'"
+                    f"negative, for output '{name}'"
                 )
-            if REGION in wire.parameters:
-                raise InvalidArgument(
-                    f"output '{wire.name}' cannot be classified and written to shared memory"
-                )
+            if REGION in parameters:
+                raise InvalidArgument(f"output '{name}' cannot be classified and written to shared memory")
             if parameter.int64_param:
-                request.classification[wire.name] = parameter.int64_param
+                request.classification[name] = parameter.int64_param
+    request.requested_outputs = tuple(names)
 
 
 def _read_shared(wire: Any, shared_memory: SharedMemory) -> SharedMemoryWindow:

@@ -103,7 +103,8 @@ def _check_members(document: dict[str, Any]) -> None:
 
 def write_infer_response(response: InferenceResponse, output_format: OutputFormat) -> Response:
     """Encode a response. Raises its error, or `ServerError` for an output that the format cannot represent."""
-    response.raise_error()
+    if response.error is not None:
+        response.raise_error()
     binary, default = output_format.binary, output_format.default
     if not response.parameters and not output_format.shared:
         plain = write_plain_infer(

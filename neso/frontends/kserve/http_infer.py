@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 LARGE_JSON = 1 << 20
 """Bytes of JSON that are parsed in a thread, because parsing them takes tens of milliseconds."""
 PROTOCOL = "HTTP"  # part of the names of trace activities
+_API = "HTTP end point"  # in error messages
 
 LOAD_FORMAT = b"endpoint-load-metrics-format"
 """Request header for load metrics in the response (ORCA): `text` or `json`."""
@@ -74,10 +75,11 @@ class InferEndpoint:
         if (
             headers.get(b"accept-encoding", b"identity") != b"identity"
             or not headers.keys().isdisjoint(_SLOW_HEADERS)
-            or _has_large_json(request)
+            or (len(request.body) > LARGE_JSON and _has_large_json(request))
         ):
             return self.infer_async(request)
-        model, version = self._find_model(request)
+        version = request.params.get("version", "")
+        model = self._service.find_unary_model(request.params["model"], version, _API)
         inference, output_format = read_infer_request(request, model, version, self._service.shared_memory)
         stream = self._submit(request, model, inference)
         pending = _PendingInfer(request, output_format)
@@ -95,7 +97,8 @@ class InferEndpoint:
                 )
             except UnsupportedEncoding as error:
                 return error_to_response(error, ACCEPTED)
-        model, version = self._find_model(request)
+        version = request.params.get("version", "")
+        model = self._service.find_unary_model(request.params["model"], version, _API)
         arguments = (request, model, version, self._service.shared_memory)
         if _has_large_json(request):
             inference, output_format = await asyncio.to_thread(read_infer_request, *arguments)
@@ -115,11 +118,6 @@ class InferEndpoint:
             response.headers = (*response.headers, *load)
         accepted = accepted_encoding(request.header("accept-encoding"))
         return response if accepted == IDENTITY else await asyncio.to_thread(compress, response, accepted)
-
-    def _find_model(self, request: Request) -> tuple[Model, str]:
-        """Return the model and the requested version. Raises `ServerError`."""
-        version = request.params.get("version", "")
-        return self._service.find_unary_model(request.params["model"], version, "HTTP end point"), version
 
     def _submit(self, request: Request, model: Model, inference: InferenceRequest) -> ResponseStream:
         inference.client, inference.input_bytes = request.connection.address, len(request.body)

@@ -338,3 +338,18 @@ async def test_memory_of_a_language_model_is_released(tmp_path: Path) -> None:
         assert psutil.Process().memory_info().rss - memory < 32 << 20
     finally:
         await core.stop()
+
+
+async def test_engine_that_ends_during_an_unload_is_not_restarted(core):
+    backend = core.model("pilot")._backend
+
+    async def restart() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            backend._on_dead("it has ended again")
+
+    backend._restarting = first = asyncio.create_task(restart())
+    await asyncio.sleep(0)
+    await core.unload_model("pilot")
+    assert backend._restarting is not first and backend._restarting.cancelled()

@@ -174,6 +174,15 @@ async def test_blocking_iteration_of_asynchronous_calls(serve):
     assert await outcome(core) == [0, 1, 0, 1, 2]
 
 
+async def test_asynchronous_iteration_of_a_blocking_call_is_an_error(serve):
+    core = await serve("""
+    async def execute(self, requests):
+        async for response in call("repeat", "COUNT", [3], np.int32).exec(decoupled=True):
+            pass
+""")
+    assert "use async_exec()" in str(await outcome(core))
+
+
 FORKING = """
     def execute(self, requests):
         import multiprocessing

@@ -20,11 +20,13 @@ from medusa_files import HIDDEN, NUM_HEADS, VOCAB, head_tensors, write_heads
 from peft_adapters import greedy_with, write_adapter
 from safetensors.numpy import save_file
 from test_bad_adapters import as_tensors
-from trtllm_repository import PROMPT
+from trtllm_repository import NAME, PROMPT
 
 from neso.backends.tensorrtllm.backend import MAX_WARNINGS
 from neso.engine.text.tokenizer import Tokenizer
 from neso.server.errors import ServerError
+from neso.server.inference_request import InferenceRequest
+from neso.server.tensor import Tensor
 
 LENGTH = 8
 
@@ -537,3 +539,22 @@ async def test_high_priority_blocks_are_retained(serve_model):
         await reused(10, **kept | {"retention_token_range_priorities": row(101)})
     with pytest.raises(ServerError, match="retention_token_range_ends: must have as many values"):
         await reused(10, retention_token_range_starts=row(0))
+
+
+async def test_requests_of_a_busy_client_are_delayed_in_the_queue(serve_model, monkeypatch):
+    monkeypatch.setattr("neso.server.admission._FAIR_SEQUENCES", -100)
+    served = await serve_model()
+    engine = served.backend.engine
+    delays = []
+    process = engine.process
+
+    def record(request):
+        delays.append(request.queue_delay)
+        return process(request)
+
+    monkeypatch.setattr(engine, "process", record)
+    inputs = {"input_ids": PROMPT, "input_lengths": [len(PROMPT)], "request_output_len": [2]}
+    tensors = {name: Tensor.from_numpy(name, np.array([value], np.int32)) for name, value in inputs.items()}
+    stream = served.core.model(NAME).submit(InferenceRequest(NAME, tensors, client="busy"))
+    assert [response.error async for response in stream] == [None]
+    assert delays == [pytest.approx(5, rel=0.1)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 from contextlib import aclosing
 from pathlib import Path
 
@@ -64,11 +66,15 @@ async def test_restarted_engine_generates_the_same_tokens(llama_checkpoint):
             assert (engine.stats.num_running, engine.stats.num_used_blocks) == (0, 0)
             with pytest.raises(EngineDead):
                 await tokens_of(engine)
+            with pytest.raises(EngineDead):
+                await engine.check_integrity()
             steps = engine.stats.step
             await engine.restart()
             assert engine.alive and await tokens_of(engine) == expected
             assert engine.stats.step > steps, "counters go on"
+            steps = engine.stats.step
             assert (await engine.check_integrity()).num_used_blocks == 0
+            assert engine.stats.step == steps, "a check of the accounting keeps the counters"
         assert descriptors() == before
     finally:
         await engine.stop()
@@ -121,6 +127,28 @@ async def test_failed_restart_can_be_repeated(llama_checkpoint, tmp_path):
         await engine.restart()
         assert await tokens_of(engine) == expected
         assert descriptors() == before
+    finally:
+        await engine.stop()
+
+
+async def test_process_that_cannot_be_started_leaves_nothing(llama_checkpoint, monkeypatch, tmp_path):
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    engine = await start(llama_checkpoint)
+    try:
+        before = descriptors()
+        process_of(engine).kill()
+        await until(lambda: not engine.alive)
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", fail)
+            patch.setattr(tempfile, "tempdir", str(tmp_path))
+            for _ in range(3):
+                with pytest.raises(OSError, match="Cannot allocate memory"):
+                    await engine.restart()
+        assert not any(tmp_path.iterdir())
+        await engine.restart()
+        await until(lambda: descriptors() == before)
     finally:
         await engine.stop()
 

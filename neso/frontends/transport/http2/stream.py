@@ -72,7 +72,6 @@ class Http2Stream:
     """
 
     __slots__ = (
-        "_connection",
         "_drained",
         "_expected",
         "_held",
@@ -84,6 +83,7 @@ class Http2Stream:
         "_reservation",
         "_stall_timer",
         "_trailers",
+        "connection",
         "events",
         "local_closed",
         "number",
@@ -92,7 +92,7 @@ class Http2Stream:
     )
 
     def __init__(self, connection: Http2Connection, number: int, length: int | None) -> None:
-        self._connection = connection
+        self.connection = connection
         self.number = number
         self.events: StreamEvents = NO_EVENTS  # set by the connection until the stream ends
         self.send_window = connection.peer_settings.initial_window
@@ -112,17 +112,13 @@ class Http2Stream:
         self._trailers: bytes | None = None  # sent after the queue
         self._drained: asyncio.Future[None] | None = None
 
-    @property
-    def connection(self) -> Http2Connection:
-        return self._connection
-
     # Called by the application.
 
     def send(self, head: bytes | None, data: bytes, trailers: bytes | None) -> None:
         """Send a header block, data, and the trailer block that ends the stream; each is optional (b"": no data)."""
         if self.local_closed or self._trailers is not None:
             return
-        connection = self._connection
+        connection = self.connection
         connection.keepalive.on_sent()
         frames = b"" if head is None else connection.header_frames(self.number, head, 0)
         size = len(data)
@@ -153,7 +149,7 @@ class Http2Stream:
             if self._drained is None or self._drained.done():
                 self._drained = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._drained)
-        await self._connection.writer.wait_writable()
+        await self.connection.writer.wait_writable()
         if self.local_closed:
             raise ConnectionResetError("the client reset the stream")
 
@@ -174,15 +170,15 @@ class Http2Stream:
             self._expected += missing
             increment = self._receive_window.extend(size)
             if increment:
-                self._connection.writer.write(window_update(self.number, increment))
+                self.connection.writer.write(window_update(self.number, increment))
 
-        self._reservation = self._connection.memory.reserve(missing, grant)
+        self._reservation = self.connection.memory.reserve(missing, grant)
         if self._reservation is None:
             grant()
 
     def hold(self, size: int) -> bool:
         """Account for `size` bytes that the application created from the body. Returns False if there is no room."""
-        if self.local_closed or not self._connection.memory.take(size):
+        if self.local_closed or not self.connection.memory.take(size):
             return False
         self._held += size
         return True
@@ -191,7 +187,7 @@ class Http2Stream:
         """Undo `hold`. The end of the stream does so too."""
         size = min(size, self._held)
         self._held -= size
-        self._connection.memory.release(size)
+        self.connection.memory.release(size)
 
     def consumed(self, size: int) -> None:
         """Return `size` bytes of processed body to the client's window."""
@@ -200,13 +196,13 @@ class Http2Stream:
             return
         increment = self._receive_window.consume(size)
         if increment:
-            self._connection.keepalive.on_sent()
-            self._connection.writer.write(window_update(self.number, increment))
+            self.connection.keepalive.on_sent()
+            self.connection.writer.write(window_update(self.number, increment))
 
     def reset(self, code: ErrorCode) -> None:
         """Send RST_STREAM and close the stream."""
         if not self.local_closed:
-            self._connection.writer.write(reset_frame(self.number, code))
+            self.connection.writer.write(reset_frame(self.number, code))
             self.close()
 
     # Called by the connection.
@@ -235,7 +231,7 @@ class Http2Stream:
             expected = min(self._expected, frame_size)
             self._expected -= expected
             unexpected -= expected
-        if not self._connection.memory.take(unexpected):
+        if not self.connection.memory.take(unexpected):
             raise Http2StreamError(ErrorCode.ENHANCE_YOUR_CALM, "the server holds too much request data")
         self._held += unexpected
         if end:
@@ -257,11 +253,11 @@ class Http2Stream:
         if self.send_window > MAX_WINDOW:
             raise Http2StreamError(ErrorCode.FLOW_CONTROL_ERROR, "window out of range")
         if self._queue and self.send_window > 0:
-            self._connection.schedule(self)
+            self.connection.schedule(self)
 
     def send_queued(self, limit: int) -> bool:
         """Send queued data within the windows, at most `limit` bytes. Returns whether the stream can send more."""
-        connection, queue = self._connection, self._queue
+        connection, queue = self.connection, self._queue
         while queue:
             first = queue[0]
             size = min(len(first), self.send_window, connection.send_window, connection.max_frame, limit)
@@ -287,10 +283,10 @@ class Http2Stream:
     def close(self, by_client: bool = False) -> None:
         """Close both sides and drop queued data."""
         if not (self.remote_closed or by_client):
-            self._connection.ignore(self.number)
+            self.connection.ignore(self.number)
         self.local_closed = self.remote_closed = True
         if self._queue:
-            self._connection.queued -= self._queued
+            self.connection.queued -= self._queued
             self._queue = None
             self._queued = 0
         self._stop_stall_timer()
@@ -298,7 +294,7 @@ class Http2Stream:
         self.events = NO_EVENTS
         self._wake_drain()
         self._release_all()
-        self._connection.remove_stream(self)
+        self.connection.remove_stream(self)
 
     # Internal.
 
@@ -315,13 +311,13 @@ class Http2Stream:
             self._reservation = None
         held, self._held, self._expected = self._held, 0, 0
         if held:
-            self._connection.memory.release(held)
+            self.connection.memory.release(held)
 
     def _enqueue(self, data: bytes) -> None:
         if self._queue is None:
             self._queue = deque()
         self._queue.append(memoryview(data))
-        self._connection.queued += len(data)
+        self.connection.queued += len(data)
         self._queued += len(data)
         if self._stall_timer is None:
             self._start_stall_timer()
@@ -329,7 +325,7 @@ class Http2Stream:
             self._progress.added(len(data))
 
     def _start_stall_timer(self) -> None:
-        timeout = self._connection.options.write_timeout
+        timeout = self.connection.options.write_timeout
         loop = asyncio.get_running_loop()
         self._progress = WriteProgress(timeout)
         self._progress.start(loop.time(), self._queued)
@@ -340,11 +336,11 @@ class Http2Stream:
         assert self._progress is not None
         loop = asyncio.get_running_loop()
         if self._progress.stalled(loop.time(), self._queued):
-            logger.info("reset a stream of %s: it does not read its response", self._connection.peer)
+            logger.info("reset a stream of %s: it does not read its response", self.connection.peer)
             self._stall_timer = None
             self.abort(ErrorCode.CANCEL)
         else:
-            timeout = self._connection.options.write_timeout
+            timeout = self.connection.options.write_timeout
             self._stall_timer = loop.call_later(timeout * _STALL_CHECK, self._check_stall)
 
     def _stop_stall_timer(self) -> None:
@@ -358,7 +354,7 @@ class Http2Stream:
 
     def _end(self, frames: bytes, trailers: bytes) -> None:
         """Send `frames` and the trailers. RST_STREAM tells a client that is still sending to stop."""
-        connection = self._connection
+        connection = self.connection
         frames += connection.header_frames(self.number, trailers, END_STREAM)
         if not self.remote_closed:
             frames += reset_frame(self.number, ErrorCode.NO_ERROR)

@@ -116,7 +116,7 @@ def test_counts(inputs, parameters, elements, strings):
 @pytest.mark.parametrize("size", [5, 548, 65 << 10, 1 << 20])
 def test_long_varints(size):
     with pytest.raises(InvalidArgument, match="malformed ModelInferRequest"):
-        decode_infer_message(scan_infer_message(b"\xff" * size, ANY))
+        decode_infer_message(*scan_infer_message(b"\xff" * size, ANY)[1:])
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -129,12 +129,22 @@ def test_limits_name_the_option_that_raises_them(small):
         scan_infer_message(message.SerializeToString(), 1000)
 
 
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(0, 20))
+def test_messages_have_no_more_values_than_bytes(elements, parameters):
+    message = pb.ModelInferRequest()
+    message.inputs.add(shape=elements).contents.bool_contents.extend([True] * len(elements))
+    for index in range(parameters):
+        message.parameters[str(index)].bool_param = True
+    data = message.SerializeToString()
+    assert _wire.scan_infer_request(data, len(data) // 2, len(data)) <= len(data)
+
+
 def test_large_messages_are_split():
     message = pb.ModelInferRequest(model_name="m", raw_input_contents=[b"a" * 70_000, b"", b"b" * 70_000])
     message.inputs.add(name="IN", shape=[3])
     scanned = scan_infer_message(message.SerializeToString(), 1000)
     assert len(scanned.data) < 100
-    infer = decode_infer_message(scanned)
+    infer = decode_infer_message(scanned.data, scanned.raw_inputs)
     assert list(infer.raw_inputs) == list(message.raw_input_contents)
     assert infer.request.inputs == message.inputs
 
