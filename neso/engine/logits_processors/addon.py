@@ -136,8 +136,8 @@ class LogitsProcessors(Addon):
 def _tokens_before_rows(scheduled: ScheduledSequence) -> list[SequenceTokens]:
     """Return the tokens before each logits row: of the known tokens, its repetitions for forks, each draft token."""
     sequence = scheduled.sequence
-    request_id, start = sequence.request.request_id, sequence.num_prompt_tokens
-    prompt, output = sequence.token_ids[:start], sequence.token_ids[start:]
+    request_id, prompt = sequence.request.request_id, sequence.request.prompt_token_ids
+    output = sequence.token_ids[len(prompt) :]
     known = SequenceTokens(request_id, prompt, output)
     drafts = []
     if scheduled.draft is not None:
