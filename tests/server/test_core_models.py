@@ -115,6 +115,22 @@ async def test_unknown_models_and_versions(repository, start_core):
             "input { name: 'A' data_type: TYPE_INT8 dims: [4] reshape { shape: [3] } }",
             "different size for dims and reshape",
         ),
+        (
+            "input { name: 'A' data_type: TYPE_INT8 dims: [2, -1, 3] reshape { shape: [3, -1, 2] } }",
+            "different size for dims and reshape",
+        ),
+        (
+            "input { name: 'A' data_type: TYPE_INT8 dims: [-1] reshape { shape: [-1, -1] } }",
+            "different number of variable-size dimensions",
+        ),
+        (
+            "input { name: 'A' data_type: TYPE_INT8 dims: [1] reshape { shape: [1, 0] } }",
+            "model input 'A' reshape dimensions must be integer >= 1",
+        ),
+        (
+            "input { name: 'A' data_type: TYPE_INT8 dims: [1] reshape { } }",
+            "cannot have empty reshape for non-batching model",
+        ),
     ],
 )
 async def test_an_invalid_configuration_affects_only_its_model(repository, start_core, config, reason):
@@ -187,6 +203,82 @@ async def test_configuration_is_optional(repository, start_core):
     metadata = core.model("bare").metadata()
     assert (metadata.platform, metadata.versions) == ("python", ["1"])
     assert [(t.name, t.datatype, t.shape) for t in metadata.inputs] == [("IN", "FP32", (-1,))]
+
+
+COMPLETED = """
+    @staticmethod
+    def auto_complete_config(config):
+        {statement}
+        return config
+"""
+
+
+async def test_auto_completion_fills_in_what_tensors_lack(repository, start_core):
+    add = 'config.add_output({"name": "OUT", "data_type": "TYPE_FP32", "dims": [4]})'
+    config = """
+        input { name: "IN" data_type: TYPE_FP32 dims: [ 4 ] }
+        output { name: "OUT" }
+    """
+    repository.add("m", IDENTITY + COMPLETED.replace("{statement}", add), config)
+    core = await start_core()
+    assert [(t.name, t.datatype, t.shape) for t in core.model("m").metadata().outputs] == [
+        ("OUT", "FP32", (4,))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ("pass", "model output 'OUT' must specify 'dims'"),
+        (
+            "config.set_max_batch_size(1)",
+            "configuration specified max_batch_size 4, but in auto-complete-config",
+        ),
+        (
+            "config.set_dynamic_batching()",
+            "Configuration specified scheduling_choice as 'sequence_batching', but auto-complete-config function for "
+            "model 'm' tries to set scheduling_choice as 'dynamic_batching'",
+        ),
+        ("return 1", "auto_complete_config function in model 'm' must return a valid pb.ModelConfig object."),
+        (
+            "config.add_input({'name': 'IN'})",
+            "input 'IN' in auto-complete-config function for model 'm' is missing 'data_type' property.",
+        ),
+        (
+            "config.add_output({'dims': [1]})",
+            "output in auto-complete-config function for model 'm' is missing 'name' property.",
+        ),
+        (
+            "config.add_output({'name': 'OUT', 'data_type': 'TYPE_FP32', 'dims': [1], 'optional': True})",
+            "contains property other than 'name', 'data_type' and 'dims'.",
+        ),
+        (
+            "config.add_input({'name': 'IN', 'data_type': 'TYPE_INT8', 'dims': [1]})",
+            "unable to load model 'm', configuration expects datatype TYPE_FP32 for input 'IN', model provides "
+            "TYPE_INT8",
+        ),
+        (
+            "config.add_input({'name': 'IN', 'data_type': 'TYPE_FP32', 'dims': [1]})",
+            "model 'm', tensor 'IN': the model expects dims [1] but the model configuration specifies dims [4]",
+        ),
+        (
+            "config.set_model_transaction_policy({'x': 1})",
+            "model transaction property in auto-complete-config function for model 'm' contains property other than "
+            "'decoupled'",
+        ),
+    ],
+)
+async def test_failed_auto_completion_has_the_message_of_triton(repository, start_core, statement, reason):
+    batching = "" if statement == "pass" else "max_batch_size: 4 sequence_batching { }"
+    config = f"""
+        {batching}
+        input {{ name: "IN" data_type: TYPE_FP32 dims: [ 4 ] }}
+        output {{ name: "OUT" data_type: TYPE_FP32 }}
+    """
+    repository.add("m", IDENTITY + COMPLETED.replace("{statement}", statement), config)
+    core = await start_core()
+    (entry,) = index_of(core, "m")
+    assert entry.state is ModelState.UNAVAILABLE and reason in entry.reason
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from neso.server.tensor import DataType
 
 if TYPE_CHECKING:
     from neso.server.model import Model
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,17 @@ class EnsembleBackend(Backend):
         for step in self._graph.steps:
             self._check_step(step.index)
         self._check_connections()
+        self._check_decoupled_steps()
         self._decoupled = any(
             self._find_model(step.model, step.version).decoupled for step in self._graph.steps
         )
         self.context.config.model_transaction_policy.decoupled = self._decoupled
+        if self._graph.max_inflight:
+            logger.info(
+                "Ensemble model '%s' configured with max_inflight_requests: %d",
+                self.context.name,
+                self._graph.max_inflight,
+            )
 
     @property
     def output_labels(self) -> Mapping[str, Sequence[str]]:
@@ -94,10 +104,16 @@ class EnsembleBackend(Backend):
         return all(await asyncio.gather(*checks))
 
     def _check_step(self, index: int) -> None:
-        """Raise `InvalidArgument` for unknown tensor names and missing required inputs of a step's model."""
+        """Raise `InvalidArgument` for unknown tensor names, missing required inputs and too small batches of a step."""
         step = self._graph.steps[index]
         model = self._find_model(step.model, step.version)
         where = f"in ensemble '{self.context.name}', step {index}: model '{step.model}'"
+        most, allowed = model.signature.max_batch_size, int(self.context.config.max_batch_size)
+        if most and most < allowed:
+            raise InvalidArgument(
+                f"ensemble '{self.context.name}' allows maximum batch size {allowed}, but it contains model "
+                f"'{step.model}' which only allows maximum batch size to be {most}"
+            )
         for name in step.inputs.keys() - model.signature.inputs.keys():
             raise InvalidArgument(f"{where} has no input '{name}'")
         for name in step.outputs.keys() - model.signature.outputs.keys():
@@ -140,3 +156,29 @@ class EnsembleBackend(Backend):
                 for name, tensor in tensors.items():
                     spec = specs[name]
                     yield _TensorUse(tensor, step.model, spec.datatype, spec.dims, batches)
+
+    def _check_decoupled_steps(self) -> None:
+        """Raise `InvalidArgument` if a step, or the response, needs tensors of two independent decoupled steps.
+
+        Which of their responses belong together would not be defined.
+        """
+        # The decoupled steps that each tensor depends on, from the outermost to the innermost.
+        origins: dict[str, tuple[int, ...]] = dict.fromkeys(self._graph.inputs, ())
+        pending = list(self._graph.steps)
+        while pending:
+            for step in [step for step in pending if origins.keys() >= set(step.inputs.values())]:
+                origin = self._common_origin(step.model, [origins[name] for name in step.inputs.values()])
+                if self._find_model(step.model, step.version).decoupled:
+                    origin = (*origin, step.index)
+                origins.update(dict.fromkeys(step.outputs.values(), origin))
+                pending.remove(step)
+        self._common_origin(self.context.name, [origins[name] for name in self._graph.outputs])
+
+    def _common_origin(self, model: str, origins: list[tuple[int, ...]]) -> tuple[int, ...]:
+        innermost = max(origins, key=len, default=())
+        if any(innermost[: len(origin)] != origin for origin in origins):
+            raise InvalidArgument(
+                f"in ensemble '{self.context.name}', step of model '{model}' receives inputs originated from "
+                "different decoupled models"
+            )
+        return innermost

@@ -279,7 +279,7 @@ class ModelInstance:
         try:
             if responder.rescheduled:
                 raise TritonModelException(
-                    "Expected a None object in the execute function return list for rescheduled request, found type "
+                    "Expected a None object in the execute function return list for reschduled request, found type "
                     f"'{type(response).__name__}'."
                 )
             responder.send(response, final=True)

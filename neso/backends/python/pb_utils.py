@@ -138,7 +138,7 @@ def _tensor_config(model_config: dict[str, Any], kind: str, name: str) -> dict[s
     return next((tensor for tensor in model_config.get(kind, []) if tensor["name"] == name), None)
 
 
-_TENSOR_KEYS = {"name", "data_type", "dims"}
+_TENSOR_KEYS = ("name", "data_type", "dims")
 
 
 class ModelConfig:
@@ -155,7 +155,7 @@ class ModelConfig:
         given = self._config["max_batch_size"]
         if given > max_batch_size:
             raise ValueError(
-                f"configuration specified max_batch_size {given}, but in auto_complete_config function for "
+                f"configuration specified max_batch_size {given}, but in auto-complete-config function for "
                 f"model '{self._config['name']}' specified max_batch_size {max_batch_size}"
             )
         self._config["max_batch_size"] = max_batch_size
@@ -165,36 +165,44 @@ class ModelConfig:
         for scheduler in ("sequence_batching", "ensemble_scheduling"):
             if scheduler in self._config:
                 raise ValueError(
-                    f"configuration specified '{scheduler}', but in auto_complete_config function for model "
-                    f"'{self._config['name']}' tried to set 'dynamic_batching'"
+                    f"Configuration specified scheduling_choice as '{scheduler}', but auto-complete-config function "
+                    f"for model '{self._config['name']}' tries to set scheduling_choice as 'dynamic_batching'"
                 )
         self._config.setdefault("dynamic_batching", {})
 
     def set_model_transaction_policy(self, policy: dict[str, Any]) -> None:
         """Set `policy`: `{"decoupled": bool}`. Raises `ValueError` if config.pbtxt specifies a different value."""
-        if unknown := set(policy) - {"decoupled"}:
-            raise ValueError(f"model transaction policy has unknown properties {sorted(unknown)}")
+        if set(policy) - {"decoupled"}:
+            raise ValueError(
+                f"model transaction property in auto-complete-config function for model '{self._config['name']}' "
+                "contains property other than 'decoupled'"
+            )
         given = self._config.get("model_transaction_policy")
         if given is not None and given["decoupled"] != policy.get("decoupled", False):
             raise ValueError(
-                "trying to change decoupled property in auto_complete_config for model "
+                "trying to change decoupled property in auto-complete-config for model "
                 f"'{self._config['name']}', which is already set to '{given['decoupled']}'"
             )
         self._config["model_transaction_policy"] = {"decoupled": bool(policy.get("decoupled", False))}
 
     def add_input(self, tensor: dict[str, Any]) -> None:
         """Add `{"name", "data_type", "dims", "optional"?}`. Raises `ValueError` if it contradicts config.pbtxt."""
-        self._add("input", tensor, _TENSOR_KEYS | {"optional"})
+        self._add("input", tensor, (*_TENSOR_KEYS, "optional"))
 
     def add_output(self, tensor: dict[str, Any]) -> None:
         """Add `{"name", "data_type", "dims"}`. Raises `ValueError` if it contradicts config.pbtxt."""
         self._add("output", tensor, _TENSOR_KEYS)
 
-    def _add(self, kind: str, tensor: dict[str, Any], allowed: set[str]) -> None:
-        if unknown := set(tensor) - allowed:
-            raise ValueError(f"model {kind} has unknown properties {sorted(unknown)}")
-        if missing := _TENSOR_KEYS - set(tensor):
-            raise ValueError(f"model {kind} lacks the properties {sorted(missing)}")
+    def _add(self, kind: str, tensor: dict[str, Any], allowed: tuple[str, ...]) -> None:
+        name = self._config["name"]
+        which = f"{kind} '{tensor['name']}'" if "name" in tensor else kind
+        where = f"{which} in auto-complete-config function for model '{name}'"
+        for key in _TENSOR_KEYS:
+            if key not in tensor:
+                raise ValueError(f"{where} is missing '{key}' property.")
+        if set(tensor) - set(allowed):
+            *most, last = (f"'{key}'" for key in allowed)
+            raise ValueError(f"{where} contains property other than {', '.join(most)} and {last}.")
         for given in self._config[kind]:
             if given["name"] != tensor["name"]:
                 continue
@@ -204,8 +212,11 @@ class ModelConfig:
                 unset = key not in given or given[key] in ([], "TYPE_INVALID")
                 if not unset and _as_list(given[key]) != _as_list(tensor[key]):
                     raise ValueError(
-                        f"unable to add {kind} '{tensor['name']}' to model '{self._config['name']}': "
-                        f"its configuration has {key} {given[key]}, the model {tensor[key]}"
+                        f"model '{name}', tensor '{tensor['name']}': the model expects {key} {tensor[key]} but the "
+                        f"model configuration specifies {key} {given[key]}"
+                        if key != "data_type"
+                        else f"unable to load model '{name}', configuration expects datatype {given[key]} for {which}, "
+                        f"model provides {tensor[key]}"
                     )
                 given[key] = tensor[key]
             return
@@ -221,7 +232,7 @@ def complete_config(config: dict[str, Any], model_class: Any) -> dict[str, Any]:
     if not isinstance(completed, ModelConfig):
         raise TritonModelException(
             f"auto_complete_config function in model '{config['name']}' must return a valid "
-            "pb_utils.ModelConfig object"
+            "pb.ModelConfig object."
         )
     return completed.as_dict()
 

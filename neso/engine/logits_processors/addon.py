@@ -27,11 +27,15 @@ FIELD = "logits_processor"
 
 @dataclass(slots=True)
 class _Batch:
-    """Logits rows of one processor in a step: row numbers, their sequences, and the tokens before each."""
+    """Logits rows of one processor in a step: row numbers, their sequences, and the tokens before each.
+
+    `after_draft`: whether the tokens before a row end with draft tokens.
+    """
 
     rows: list[int] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     tokens: list[SequenceTokens] = field(default_factory=list)
+    after_draft: list[bool] = field(default_factory=list)
 
 
 class LogitsProcessors(Addon):
@@ -70,6 +74,7 @@ class LogitsProcessors(Addon):
                 batch.rows += range(row, row + num_rows)
                 batch.sequences += [sequence] * num_rows
                 batch.tokens += _tokens_before_rows(scheduled)
+                batch.after_draft += [0 < i <= scheduled.num_draft_tokens for i in range(num_rows)]
             row += num_rows
         for name, batch in batches.items():
             self._apply(name, batch, logits)
@@ -96,14 +101,21 @@ class LogitsProcessors(Addon):
     def _apply_to_each(
         self, name: str, batch: _Batch, original: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float32]:
-        """Process each row alone, so that only the requests fail for which the processor raises."""
+        """Process each row alone, so that only the requests fail for which the processor raises.
+
+        A row after draft tokens gets NaN instead, so that no token is sampled from it: the draft tokens may be wrong.
+        If they are accepted, the next step processes the row again.
+        """
         processed = original.copy()
         for i, (sequence, tokens) in enumerate(zip(batch.sequences, batch.tokens, strict=True)):
             try:
                 self._processors[name](processed[i : i + 1], [tokens])
             except Exception as error:
-                processed[i] = original[i]
-                self._fail(name, sequence, error)
+                if batch.after_draft[i]:
+                    processed[i] = np.nan
+                else:
+                    processed[i] = original[i]
+                    self._fail(name, sequence, error)
         return processed
 
     def _fail(self, name: str, sequence: Sequence, error: Exception) -> None:

@@ -33,7 +33,8 @@ LogitsProcessor = Callable[[npt.NDArray[np.float32], Sequence[SequenceTokens]], 
 
 Called once per step with the rows of all requests that chose it, before penalties, biases and temperature. Minus
 infinity excludes a token. If it raises, it is called again for each row alone, and the requests of the rows for which
-it raises then fail. A row can belong to a draft token that is rejected, so a sequence can appear with different tokens.
+it raises then fail. A row can follow draft tokens, so a sequence can appear with different tokens; if it raises for
+such a row, no token is sampled from it, and the request does not fail.
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +243,11 @@ def _find_file(backend: str, version_directory: Path) -> str:
     return next((name for name in names if (version_directory / name).exists()), names[0] if names else "")
 
 
-def check_config(config: ModelConfig, name: str) -> None:
-    """Check that the configuration is consistent and supported. Raises `ServerError`."""
+def check_config(config: ModelConfig, name: str, *, complete: bool = True) -> None:
+    """Check that the configuration is consistent and supported. Raises `ServerError`.
+
+    `complete`: tensors must have datatype and dims; false before the backend completes the configuration.
+    """
     if config.name != name:
         raise InvalidArgument(
             f"unexpected directory name '{name}' for model '{config.name}', "
@@ -265,7 +268,7 @@ def check_config(config: ModelConfig, name: str) -> None:
     for kind, tensors in (("input", config.input), ("output", config.output)):
         seen: set[str] = set()
         for tensor in tensors:
-            _check_tensor(tensor, kind, config)
+            _check_tensor(tensor, kind, config, complete)
             if tensor.name in seen:
                 raise InvalidArgument(f"model {kind} '{tensor.name}' is specified more than once for {name}")
             seen.add(tensor.name)
@@ -309,20 +312,21 @@ def _check_schedulers(config: ModelConfig) -> None:
         raise InvalidArgument(f"instance group should not be specified for ensemble '{config.name}'")
 
 
-def _check_tensor(tensor: Any, kind: str, config: ModelConfig) -> None:
+def _check_tensor(tensor: Any, kind: str, config: ModelConfig, complete: bool) -> None:
     where = f"for {config.name}"
     if not tensor.name:
         raise InvalidArgument(f"model {kind} must specify 'name' {where}")
-    if not tensor.data_type:
+    if not tensor.data_type and complete:
         raise InvalidArgument(f"model {kind} '{tensor.name}' must specify 'data_type' {where}")
-    if not tensor.dims and config.max_batch_size == 0:
+    if not tensor.dims and config.max_batch_size == 0 and complete:
         raise InvalidArgument(f"model {kind} '{tensor.name}' must specify 'dims' {where}")
-    for extent in tensor.dims:
-        if extent < 1 and extent != -1:
-            raise InvalidArgument(
-                f"model {kind} '{tensor.name}' dimension must be integer >= 1, or -1 to indicate a "
-                f"variable-size dimension, got {extent} {where}"
-            )
+    for what, extents in (("dimension", tensor.dims), ("reshape dimensions", tensor.reshape.shape)):
+        for extent in extents:
+            if extent < 1 and extent != -1:
+                raise InvalidArgument(
+                    f"model {kind} '{tensor.name}' {what} must be integer >= 1, or -1 to indicate a "
+                    f"variable-size dimension {where}"
+                )
     if tensor.is_shape_tensor:
         raise InvalidArgument(f"shape tensors are only supported for TensorRT platform {where}")
     if tensor.is_non_linear_format_io:
@@ -332,22 +336,32 @@ def _check_tensor(tensor: Any, kind: str, config: ModelConfig) -> None:
     if getattr(tensor, "format", 0) and len(tensor.dims) != 3:
         raise InvalidArgument(f"model input NHWC/NCHW require 3 dims {where}")
     if tensor.HasField("reshape"):
+        if not tensor.reshape.shape and config.max_batch_size == 0:
+            raise InvalidArgument(
+                f"model {kind} '{tensor.name}' cannot have empty reshape for non-batching model as scalar "
+                f"tensors are not supported {where}"
+            )
         _check_reshape(tensor, kind, where)
 
 
 def _check_reshape(tensor: Any, kind: str, where: str) -> None:
-    dims, shape = list(tensor.dims), list(tensor.reshape.shape)
-    if dims.count(-1) != shape.count(-1):
+    """Raise `InvalidArgument` unless the numbers of elements between variable dimensions are equal."""
+    dims, shape = _fixed_counts(tensor.dims), _fixed_counts(tensor.reshape.shape)
+    if len(dims) != len(shape) and len(dims) > 1 and len(shape) > 1:
         raise InvalidArgument(
             f"model {kind} '{tensor.name}' has different number of variable-size dimensions for dims "
             f"and reshape {where}"
         )
-    if -1 not in dims and _count(dims) != _count(shape):
+    if dims != shape:
         raise InvalidArgument(f"model {kind} '{tensor.name}' has different size for dims and reshape {where}")
 
 
-def _count(extents: list[int]) -> int:
-    count = 1
+def _fixed_counts(extents: Iterable[int]) -> list[int]:
+    """Return the numbers of elements before, between and after the variable dimensions."""
+    counts = [1]
     for extent in extents:
-        count *= extent
-    return count
+        if extent == -1:
+            counts.append(1)
+        else:
+            counts[-1] *= extent
+    return counts

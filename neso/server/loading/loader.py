@@ -27,6 +27,7 @@ from neso.server.inference_response import ResponseStream
 from neso.server.options import ServerOptions
 from neso.server.repository.source import ModelSource, choose_versions, find_versions
 from neso.server.repository_agents import RepositoryAgent, run_agents
+from neso.server.schedulers.sequence_inputs import ControlInputs, SequenceStates
 from neso.server.signature import Signature
 from neso.server.tensor import DataType, Tensor, element_count
 
@@ -61,7 +62,7 @@ def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
     if source.renamed:
         config.name = source.name
     complete_config(config, source.name, newest)
-    check_config(config, source.name)
+    check_config(config, source.name, complete=options.disable_auto_complete_config)
     chosen = choose_versions(versions, config.version_policy, source.name)
     backend = find_backend("ensemble" if is_ensemble(config) else config.backend, options.backend_directory)
     if not options.disable_auto_complete_config:
@@ -111,7 +112,8 @@ FOLDER = "warmup"
 async def warm_up(context: ModelContext, backend: Backend, signature: Signature) -> None:
     """Execute each warmup sample of a loaded model `count` times (at least once), sequentially.
 
-    Requests bypass batching and statistics. With sequence batching, every instance executes the samples.
+    Requests bypass batching and statistics. With sequence batching, every instance executes the samples, and control
+    inputs and states that a sample omits are those of the first request of a sequence.
     Raises `ServerError`, whose message names the sample.
     """
     stateful = context.config.HasField("sequence_batching") and backend.batches
@@ -140,7 +142,15 @@ async def _execute(
     signature: Signature,
     instance: int | None,
 ) -> None:
+    added = {}
+    if context.config.HasField("sequence_batching"):
+        added = _sequence_inputs(context)
+        added.update((name, request.inputs.pop(name)) for name in added.keys() & request.inputs.keys())
     batch_size = signature.check(request)
+    for name, tensor in added.items():
+        if context.config.max_batch_size and tensor.shape[0] < batch_size:
+            tensor = Tensor(name, tensor.datatype, np.repeat(tensor.array, batch_size, axis=0))
+        request.inputs[name] = tensor
     request.model_version = context.version
     stream = ResponseStream(request, batch_size=batch_size)
     try:
@@ -152,6 +162,15 @@ async def _execute(
             response.raise_error()
     finally:
         stream.cancel()  # if the load was cancelled
+
+
+def _sequence_inputs(context: ModelContext) -> dict[str, Tensor]:
+    """Return the inputs that the sequence batcher adds to the first request of a sequence."""
+    request = InferenceRequest(context.name, {}, sequence_id=1, sequence_start=True)
+    ControlInputs(context.config).give(request)
+    states = SequenceStates(context.config, context.directory)
+    states.give(states.initial(), request)
+    return request.inputs
 
 
 def _make_inputs(sample: Any, context: ModelContext) -> dict[str, Tensor]:

@@ -238,7 +238,10 @@ async def test_responses_have_sequence_parameters(server: Server) -> None:
     assert response.parameters == {"sequence_id": 7, "sequence_start": False, "sequence_end": True}
 
 
-async def test_steps_after_a_decoupled_step_run_per_response(server: Server) -> None:
+async def test_steps_after_a_decoupled_step_run_per_response(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     server.repository.add("repeat", REPEAT, REPEAT_TENSORS)
     server.repository.add("to_float", TO_FLOAT, TO_FLOAT_TENSORS)
     tensors = """
@@ -258,6 +261,7 @@ async def test_steps_after_a_decoupled_step_run_per_response(server: Server) -> 
         path.write_text(path.read_text().replace("ensemble_scheduling {", f"ensemble_scheduling {{ {limit}"))
         core = await server.start()
         assert reason(core) == ""
+        assert ("'all' configured with max_inflight_requests: 1" in caplog.text) == bool(limit)
         responses = await collect(
             send_request(core.model("all"), COUNT=np.array([5], np.int32), IN=floats(0))
         )
@@ -503,6 +507,36 @@ async def test_shapes_of_tensors_between_steps_are_checked_at_load(server: Serve
     )
     core = await server.start()
     assert "tensor 'a': inconsistent shape: [2]" in reason(core)
+
+
+async def test_steps_must_allow_the_batches_of_the_ensemble(server: Server) -> None:
+    server.repository.add("two", SHAPES, "max_batch_size: 2" + SHAPES_TENSORS)
+    server.add_ensemble(
+        step("two", {"IN": "IN"}, {"OUT": "OUT"}),
+        tensors="max_batch_size: 3 " + IDENTITY_TENSORS.replace("-1", "2"),
+    )
+    core = await server.start()
+    assert "'all' allows maximum batch size 3, but it contains model 'two' which only allows" in reason(core)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+async def test_tensors_of_independent_decoupled_steps_cannot_be_joined(server: Server, joined: bool) -> None:
+    server.repository.add("repeat", REPEAT, REPEAT_TENSORS)
+    server.repository.add("to_float", TO_FLOAT, TO_FLOAT_TENSORS)
+    server.add_ensemble(
+        step("repeat", {"COUNT": "COUNT"}, {"OUT": "one"}),
+        step("repeat", {"COUNT": "COUNT"}, {"OUT": "two"}),
+        step("to_float", {"IN": "one"}, {"OUT": "a"}),
+        step("to_float", {"IN": "two"}, {"OUT": "b" if joined else "OUT"}),
+        *([step("plus1", {"IN": "a", "MORE": "b"}, {"OUT": "OUT"})] if joined else []),
+        tensors="""
+        input { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] }
+        output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }, { name: "one" data_type: TYPE_INT32 dims: [ 1 ] } ]
+        """,
+    )
+    model = "plus1" if joined else "all"
+    message = f"step of model '{model}' receives inputs originated from different decoupled models"
+    assert message in reason(await server.start())
 
 
 LABELLED = """

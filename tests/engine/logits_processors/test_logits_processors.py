@@ -51,7 +51,18 @@ def fails_after_two(logits: np.ndarray, sequences: Sequence[SequenceTokens]) -> 
             raise RuntimeError("no third token")
 
 
-PROCESSORS = {"successor": successor, "no_repeats": NoRepeats, "fails": fails_after_two}
+def successor_until_50(logits: np.ndarray, sequences: Sequence[SequenceTokens]) -> None:
+    successor(logits, sequences)
+    if any(50 in sequence.output_token_ids for sequence in sequences):
+        raise RuntimeError("50 was generated")
+
+
+PROCESSORS = {
+    "successor": successor,
+    "no_repeats": NoRepeats,
+    "fails": fails_after_two,
+    "until_50": successor_until_50,
+}
 
 
 @pytest.fixture(scope="module", params=["reference", "native", "torch"])
@@ -120,6 +131,21 @@ def test_drafts_are_verified_with_processed_logits(llm):
     for draft in ([8, 9, 10, 11], [8, 9, 50, 51], [50]):
         (result,) = llm.generate([PROMPT], params, drafts=[DraftTokens(draft)], progress=False)
         assert list(result.outputs[0].token_ids) == list(range(8, 16))
+
+
+def test_failure_after_a_rejected_draft_token_is_ignored(llm):
+    params = SamplingParams(**GREEDY, logits_processor="until_50")
+    for draft in ([8, 9, 50, 51], [50], [8, 50, 9]):
+        (result,) = llm.generate([PROMPT], params, drafts=[DraftTokens(draft)], progress=False)
+        assert list(result.outputs[0].token_ids) == list(range(8, 16))
+
+
+def test_failure_after_an_accepted_draft_token_ends_the_request(llm):
+    params = SamplingParams(**GREEDY, logits_processor="until_50")
+    for draft in ([49, 50], [49, 50, 51]):
+        with pytest.raises(EngineError, match="50 was generated"):
+            llm.generate([[48]], params, drafts=[DraftTokens(draft)], progress=False)
+        assert llm.core.scheduler.kv.pool.num_used == 0
 
 
 def test_with_ngram_speculation(llama_checkpoint):

@@ -92,6 +92,31 @@ async def test_sequence_batching(repository, start_core):
     assert (await asyncio.wait_for(start_core(), 60)).ready()
 
 
+SEQUENCES = """
+sequence_batching {
+  control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
+  control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
+  state { input_name: "STATE_IN" output_name: "STATE_OUT" data_type: TYPE_FP32 dims: [ 3 ] }
+}
+"""
+
+
+async def test_samples_of_sequence_models_have_control_inputs_and_states(repository, start_core):
+    values = sample("dims: [ 2 ] zero_data: true", "batch_size: 2")
+    given = 'inputs { key: "START" value { data_type: TYPE_INT32 dims: [ 1 ] random_data: true } } }'
+    config = "max_batch_size: 2" + SEQUENCES + TENSORS + values + values.rstrip().removesuffix("}") + given
+    repository.add("model", RECORDER, config)
+    core = await start_core()
+    assert core.ready(), [entry.reason for entry in core.repository_index()]
+    expected = {
+        "IN": ["float32", 2, 2],
+        "START": ["int32", 2, 1],
+        "ID": ["uint64", 2, 1],
+        "STATE_IN": ["float32", 2, 3],
+    }
+    assert seen(repository) == [expected, expected]
+
+
 async def test_data_from_files(repository, start_core):
     config = f"max_batch_size: 2 {TENSORS}" + sample('dims: [ 3 ] input_data_file: "raw"', "batch_size: 2")
     folder = repository.add("model", RECORDER, config)
