@@ -1,8 +1,8 @@
 """Limits on the requests in flight, so that no client can fill the server's memory or keep others waiting.
 
 A sequence is one output of a language model (`n`, `best_of` and beams count), one text to embed or score, or one
-request to another model. A client is an API key or, without keys, an address. Requests of models to other models are
-part of the request that caused them, and are not counted.
+request to another model. A client is an API key or, without keys, an address (IPv6: a /64 network). Requests of models
+to other models are part of the request that caused them, and are not counted.
 """
 
 from __future__ import annotations

@@ -126,8 +126,13 @@ class InferEndpoint:
 
 
 def _has_large_json(request: Request) -> bool:
-    """Whether a body is so much JSON that it is parsed in a thread. The JSON before binary tensors is small."""
-    return len(request.body) > LARGE_JSON and HEADER_LENGTH_FIELD not in request.headers
+    """Whether a body, or its part before binary tensors, is so much JSON that it is parsed in a thread."""
+    if len(request.body) <= LARGE_JSON:
+        return False
+    length = request.headers.get(HEADER_LENGTH_FIELD)
+    if length is None:
+        return True
+    return length.isdigit() and len(length) < 20 and int(length) > LARGE_JSON  # others are rejected later
 
 
 class _PendingInfer(PendingResponse):

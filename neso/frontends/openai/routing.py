@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from neso.frontends.openai.access.api_keys import request_key
 from neso.frontends.openai.errors import ApiError, to_api_error, triton_error, validation_error
+from neso.frontends.transport.tcp import client_network
 from neso.server.admission import CLIENT
 
 if TYPE_CHECKING:
@@ -98,7 +99,10 @@ class RequestContext:
     def client(self) -> str:
         """Name of the client in the limits of requests in flight: its key, or its address without keys."""
         key = request_key(self.scope)
-        return f"key {key.owner}" if key is not None else (self.scope.get("client") or ("",))[0]
+        if key is not None:
+            return f"key {key.owner}"
+        host = str((self.scope.get("client") or ("",))[0])
+        return client_network(host) or host
 
     @property
     def owner(self) -> str:

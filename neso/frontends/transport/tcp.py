@@ -35,10 +35,17 @@ def enable_tcp_keepalive(transport: asyncio.BaseTransport) -> None:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def peer_address(transport: asyncio.BaseTransport) -> str:
-    """Return the IP address of the client; "" if it has none."""
-    name = transport.get_extra_info("peername")
-    return str(name[0]) if isinstance(name, tuple) and name else ""
+def client_network(host: str) -> str:
+    """Return the name of a client in limits: its IPv4 address or IPv6 network of 64 bits; "" for other hosts."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return ""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is None:
+            return f"{ipaddress.IPv6Address(address.packed[:8] + bytes(8))}/64"
+        address = address.ipv4_mapped
+    return str(address)
 
 
 class WriteProgress:
@@ -91,24 +98,25 @@ class ConnectionLimits:
         self.max_connections = max_connections
         self.max_per_address = max_per_address
         self._count = 0
-        self._by_address: Counter[bytes] = Counter()
+        self._by_address: Counter[str] = Counter()
 
     def admit(self, transport: asyncio.BaseTransport) -> Admission | None:
         """Count a new connection. Returns None if a limit is reached; the server then closes it."""
-        address = _network(transport.get_extra_info("peername"))
+        peer = transport.get_extra_info("peername")
+        address = client_network(str(peer[0])) if isinstance(peer, tuple) else ""
         if self._count >= self.max_connections:
             return None
-        if address is not None:
+        if address:
             if self._by_address[address] >= self.max_per_address:
                 return None
             self._by_address[address] += 1
         self._count += 1
         return Admission(self, address)
 
-    def release(self, address: bytes | None) -> None:
+    def release(self, address: str) -> None:
         """Count the end of a connection."""
         self._count -= 1
-        if address is not None:
+        if address:
             self._by_address[address] -= 1
             if not self._by_address[address]:
                 del self._by_address[address]
@@ -116,26 +124,11 @@ class ConnectionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A connection that is counted by `limits` until `release`."""
+    """A connection that is counted by `limits` until `release`. `address`: see `client_network`."""
 
     limits: ConnectionLimits
-    address: bytes | None
+    address: str
 
     def release(self) -> None:
         """Count the end of the connection."""
         self.limits.release(self.address)
-
-
-def _network(peer: Any) -> bytes | None:
-    """Return the IPv4 address or the IPv6 /64 network of a socket's peer name, or None for other sockets."""
-    if not isinstance(peer, tuple):
-        return None
-    try:
-        address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
-    except ValueError:
-        return None
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is None:
-            return address.packed[:8]
-        address = address.ipv4_mapped
-    return address.packed

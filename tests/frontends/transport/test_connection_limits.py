@@ -11,7 +11,7 @@ from eventually import until
 
 from neso.frontends.transport.grpc import GrpcServer, GrpcServerOptions
 from neso.frontends.transport.http1 import HttpServer, HttpServerOptions, Response
-from neso.frontends.transport.tcp import ConnectionLimits
+from neso.frontends.transport.tcp import ConnectionLimits, client_network
 
 
 class Peer(asyncio.BaseTransport):
@@ -50,6 +50,23 @@ def test_connections_of_one_address(same, other):
     assert limits.admit(Peer((other, 6)))
     admitted[1].release()
     assert limits.admit(Peer((same[1], 7)))
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:db8::1", "2001:db8::/64"),
+        ("2001:db8:0:1:2:3:4:5", "2001:db8:0:1::/64"),
+        ("not an address", ""),
+    ],
+)
+def test_clients_of_one_network_have_one_name(host, name):
+    assert client_network(host) == name
+    admission = ConnectionLimits().admit(Peer((host, 5)))
+    assert admission is not None
+    assert admission.address == name
 
 
 @pytest.mark.parametrize("name", [None, "", "/run/socket", ("not an address", 1)])

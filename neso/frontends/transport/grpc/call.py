@@ -95,7 +95,7 @@ class Call:
 
     @property
     def address(self) -> str:
-        """IP address of the client, "" for a Unix socket."""
+        """Name of the client in limits, see `client_network`."""
         return self._stream.connection.address
 
     def time_remaining(self) -> float | None:
@@ -312,6 +312,11 @@ class CallbackCall(Call):
                 self._run(message)
         except MessageError as error:
             self._finish(error.code, error.message)
+        except asyncio.CancelledError:
+            pass  # the server has stopped and ended the call
+        except Exception as error:
+            logger.exception("cannot decompress a message of %s", self.headers.path)
+            self._finish(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error).__name__}: {error}")
 
     def _run(self, message: bytes) -> None:
         try:

@@ -20,7 +20,7 @@ from neso.frontends.transport.http1.messages import (
     response_head,
 )
 from neso.frontends.transport.http1.parser import BODY, HEAD, IDLE, Rejection, RequestParser
-from neso.frontends.transport.tcp import Admission, WriteProgress, enable_tcp_keepalive, peer_address
+from neso.frontends.transport.tcp import Admission, WriteProgress, enable_tcp_keepalive
 
 if TYPE_CHECKING:
     from neso.frontends.transport.http1.server import ServerContext
@@ -66,7 +66,7 @@ class HttpConnection(asyncio.Protocol):
         self._reading_paused = False
         self._since = context.now  # time of the last progress, for the timeouts
         self.address = ""
-        """IP address of the client, "" for a Unix socket."""
+        """See `client_network`."""
 
     # asyncio.Protocol.
 
@@ -77,8 +77,8 @@ class HttpConnection(asyncio.Protocol):
         if self._admission is None:
             self._refuse()
             return
+        self.address = self._admission.address
         enable_tcp_keepalive(transport)
-        self.address = peer_address(transport)
         self._context.connections.add(self)
 
     def data_received(self, data: bytes) -> None:

@@ -21,7 +21,7 @@ from neso.frontends.transport.http2.headers import Headers
 from neso.frontends.transport.http2.lifetime import GracefulGoAway, Keepalive
 from neso.frontends.transport.http2.settings import Http2Options, PeerSettings
 from neso.frontends.transport.http2.stream import Application, Http2Stream
-from neso.frontends.transport.tcp import Admission, ConnectionLimits, enable_tcp_keepalive, peer_address
+from neso.frontends.transport.tcp import Admission, ConnectionLimits, enable_tcp_keepalive
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Http2Connection(asyncio.Protocol):
         self._reading_paused = False
         self._close_timers: list[asyncio.TimerHandle] = []
         self.address = ""
-        """IP address of the client, "" for a Unix socket."""
+        """See `client_network`."""
 
     # asyncio.Protocol.
 
@@ -107,7 +107,6 @@ class Http2Connection(asyncio.Protocol):
         options = self.options
         self._transport.set_write_buffer_limits(high=options.write_buffer)
         enable_tcp_keepalive(transport)
-        self.address = peer_address(transport)
         self.writer = FrameWriter(self._transport, options.write_timeout, self.abort)
         self.keepalive = Keepalive(self, options)
         self.graceful_goaway = GracefulGoAway(self.writer, self._send_final_goaway)
@@ -116,6 +115,7 @@ class Http2Connection(asyncio.Protocol):
             logger.debug("too many connections: closing that of %s", self.peer)
             self.abort()
             return
+        self.address = self._admission.address
         self._context.connections.add(self)
         if self._context.draining:
             self._close()

@@ -105,11 +105,8 @@ class MemoryAccount:
         if self._leased - used > 2 * _LEASE or self._waiting:
             self._return_lease(_LEASE)
             self._grant()
-        while self._blocked:
-            account, _ = self._blocked.popitem(last=False)
-            if not account._grant():
-                self._blocked.move_to_end(account, last=False)
-                return
+        if self._blocked:
+            self._grant_blocked()
 
     def close(self) -> None:
         """Return what is leased; nothing is used any more."""
@@ -161,6 +158,20 @@ class MemoryAccount:
                 return False
         return True
 
+    def _grant_blocked(self) -> None:
+        """Grant the reservations of the accounts that wait for this one, in order."""
+        while self._blocked:
+            account, _ = self._blocked.popitem(last=False)
+            if not account._grant():
+                self._blocked.move_to_end(account, last=False)
+                return
+
+    def _on_cancelled(self) -> None:
+        """Handle the cancellation of a reservation: those behind it may fit, also those of other connections."""
+        self._grant()
+        if self._parent is not None:
+            self._parent._grant_blocked()
+
     def _add(self, size: int) -> None:
         self.used += size
         if self.used > self._leased and self._parent is not None:
@@ -188,7 +199,7 @@ class Reservation:
     def cancel(self) -> None:
         """Stop waiting."""
         self.cancelled = True
-        self._account._grant()
+        self._account._on_cancelled()
 
 
 def _ignore() -> None: ...

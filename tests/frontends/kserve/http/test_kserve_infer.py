@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 from typing import Any
@@ -370,6 +371,12 @@ async def test_large_json_is_parsed_in_a_thread(client, monkeypatch) -> None:
             "/v2/models/identity/infer", {"inputs": [tensor("INT32", [[1]] * count, [count])]}
         )
         assert reply.json["outputs"][0]["data"] == [1] * count
+    assert threads[0] is threading.main_thread() is not threads[1]
+    threads.clear()
+    for count in (10, 1000):
+        body = json.dumps({"inputs": [tensor("INT32", [[1]] * count, [count])]}).encode()
+        headers = {"Inference-Header-Content-Length": str(len(body))}
+        await client.post("/v2/models/identity/infer", body + bytes(1000), **headers)
     assert threads[0] is threading.main_thread() is not threads[1]
 
 

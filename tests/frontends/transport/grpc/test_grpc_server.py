@@ -15,6 +15,7 @@ import trustme
 from eventually import standstill, until
 
 from neso.frontends.transport.grpc.call import CallbackCall
+from neso.frontends.transport.grpc.compression import Inflation
 from neso.frontends.transport.grpc.coroutine_call import CoroutineCall
 from neso.frontends.transport.http2.lifetime import Keepalive
 
@@ -165,6 +166,18 @@ async def test_compression(serve, connect, compression):
         for path in UNARY:
             assert await channel.unary_unary(path)(message) == message
         assert [m async for m in channel.unary_stream("/t.Test/Split")(b"3 " + message)] == [message] * 3
+
+
+async def test_failed_decompression_ends_the_call(channel, monkeypatch, caplog):
+    def fail(inflation):
+        raise MemoryError
+
+    monkeypatch.setattr(Inflation, "run", fail)
+    call = channel.unary_unary("/t.Test/Callback")(
+        bytes(1 << 20), compression=grpc.Compression.Gzip, timeout=60
+    )
+    assert await status_of(call) == (grpc.StatusCode.UNKNOWN, "Unexpected MemoryError: ")
+    assert "cannot decompress" in caplog.text
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])

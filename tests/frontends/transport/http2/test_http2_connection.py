@@ -528,6 +528,19 @@ async def test_memory_of_the_server_is_shared_in_order(make):
     assert not client.context.memory.used
 
 
+def test_cancelled_reservation_lets_other_connections_continue():
+    server, granted = MemoryAccount(1000), []
+    first, second = MemoryAccount(1000, server), MemoryAccount(1000, server)
+    assert server.take(800)
+    cancelled = first.reserve(300, lambda: granted.append("first"))
+    assert cancelled is not None
+    assert second.reserve(150, lambda: granted.append("second")) is not None
+    server.release(100)
+    assert not granted  # reservations are granted in order, the first does not fit
+    cancelled.cancel()
+    assert granted == ["second"]
+
+
 async def test_client_that_never_reads_is_aborted(make):
     client = make(write_timeout=0.05).greet()
     client.transport.stalled = True
