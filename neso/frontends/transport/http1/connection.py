@@ -31,6 +31,9 @@ _SMALL = 64 << 10  # bytes; smaller bodies are copied and sent together with the
 _BODYLESS_STATUSES = (204, 304)
 _EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
 
+MIN_BODY_RATE = 64 << 10
+"""Bytes per second at which a body must arrive on average, beyond `body_timeout`."""
+
 
 class HttpConnection(asyncio.Protocol):
     """Parses requests, runs the handler for one request at a time and writes the responses.
@@ -65,6 +68,7 @@ class HttpConnection(asyncio.Protocol):
         self._closing = False
         self._reading_paused = False
         self._since = context.now  # time of the last progress, for the timeouts
+        self._body_since = context.now  # when the last body began
         self.address = ""
         """See `client_network`."""
 
@@ -85,8 +89,10 @@ class HttpConnection(asyncio.Protocol):
         if self._closing:
             return
         parser = self._parser
-        before = parser.phase
+        before, num_bodies = parser.phase, parser.num_bodies
         parser.feed(data)
+        if parser.num_bodies != num_bodies:
+            self._body_since = self._context.now
         if parser.phase is not HEAD or before is not HEAD:
             self._since = self._context.now
         if self._request is None:
@@ -151,8 +157,15 @@ class HttpConnection(asyncio.Protocol):
         elif self._parser.phase is IDLE:
             if waited > options.keep_alive_timeout:
                 self._close()
-        elif waited > (options.header_timeout if self._parser.phase is HEAD else options.body_timeout):
+        elif self._parser.phase is HEAD:
+            if waited > options.header_timeout:
+                self._reject(Rejection(408, "request timeout"))
+        elif waited > options.body_timeout or self._body_is_slow(now):
             self._reject(Rejection(408, "request timeout"))
+
+    def _body_is_slow(self, now: float) -> bool:
+        """Whether a body arrives so slowly that its client may only want to hold the memory."""
+        return now - self._body_since > self._options.body_timeout + self._parser.body_size / MIN_BODY_RATE
 
     # Called by responses and adapters.
 

@@ -46,6 +46,10 @@ class Rejection:
     headers: Mapping[bytes, bytes] = field(default_factory=dict, compare=False)
 
 
+_SMALL_PART = 4096
+"""Parts of a body below this size, in bytes, are joined as they arrive."""
+
+
 class RequestParser:
     """Incremental parser: `feed` appends complete requests to `requests`, in order.
 
@@ -71,8 +75,11 @@ class RequestParser:
         self._head_size = 0
         self._target = b""
         self._headers: dict[bytes, bytes] = {}
-        self._body: list[bytes] = []
-        self._body_size = 0
+        self._body: list[bytes | bytearray] = []
+        self.body_size = 0
+        """Bytes of the current body, or of the last one, that have arrived."""
+        self.num_bodies = 0
+        """Number of requests whose body has begun."""
         self._version = "1.1"
         self._upgrade = False
 
@@ -148,7 +155,7 @@ class RequestParser:
         self._head_size = 0
         self._target = part
         self._headers = {}
-        self._body_size = 0
+        self.body_size = 0
         self._upgrade = False
 
     def on_header(self, name: bytes, value: bytes | None) -> None:
@@ -194,6 +201,7 @@ class RequestParser:
                 self._stop(417, "unknown expectation")
             self.expects_continue = True
         self.phase = BODY
+        self.num_bodies += 1
 
     def _is_valid_host(self, host: bytes) -> bool:
         if _HOST.fullmatch(host) is None:
@@ -211,10 +219,18 @@ class RequestParser:
 
     def on_body(self, part: bytes) -> None:
         self.expects_continue = False
-        self._body_size += len(part)
-        if self._body_size > self._max_body:
+        self.body_size += len(part)
+        if self.body_size > self._max_body:
             self._stop(413, f"request body exceeds the limit of {self._max_body} bytes")
-        self._body.append(part)
+        body = self._body
+        if body and len(part) < _SMALL_PART:
+            # An object for each tiny chunk would take many times the memory of the body.
+            if isinstance(body[-1], bytearray):
+                body[-1] += part
+            else:
+                body.append(bytearray(part))
+        else:
+            body.append(part)
 
     def on_message_complete(self) -> None:
         if self._upgrade:
@@ -233,7 +249,7 @@ class RequestParser:
             path,
             query,
             self._headers,
-            b"" if not body else body[0] if len(body) == 1 else b"".join(body),
+            b"" if not body else bytes(body[0]) if len(body) == 1 else b"".join(body),
             self._version,
             keep_alive,
         )

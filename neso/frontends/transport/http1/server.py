@@ -27,10 +27,10 @@ class HttpServerOptions:
     """Sizes are in bytes, times in seconds. Port 0 selects a free port, see `HttpServer.port`.
 
     `header_timeout`: from the first byte of a request to the end of its headers. `body_timeout`: longest pause within a
-    body. `write_timeout`: see `WriteProgress`. `linger`: how long a rejected client may continue to send, so that it
-    can read the error. `rejection`: returns status and JSON body of an error raised before the handler runs. `tls`:
-    PEM files to serve HTTPS; the handshake is limited by `header_timeout`. `reuse_port`: share the port with other
-    processes.
+    body, and the time in which it may be slower than `MIN_BODY_RATE`. `write_timeout`: see `WriteProgress`. `linger`:
+    how long a rejected client may continue to send, so that it can read the error. `rejection`: returns status and
+    JSON body of an error raised before the handler runs. `tls`: PEM files to serve HTTPS; the handshake is limited by
+    `header_timeout`. `reuse_port`: share the port with other processes.
     """
 
     host: str = "127.0.0.1"

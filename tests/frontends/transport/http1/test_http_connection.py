@@ -192,6 +192,26 @@ async def test_stalled_body_times_out(serve, connect) -> None:
     assert (await client.answer()).status == 408
 
 
+async def test_slow_bytes_of_a_body_do_not_extend_its_timeout(serve, connect) -> None:
+    client = await connect(await serve(echo, body_timeout=0.2))
+    client.send(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 1000\r\n\r\n")
+    for _ in range(50):
+        await asyncio.sleep(0.02)
+        if client.reader.at_eof():
+            break
+        client.send(b"x")
+    assert (await client.answer()).status == 408
+
+
+async def test_the_time_for_a_body_begins_with_each_request(serve, connect) -> None:
+    client = await connect(await serve(echo, body_timeout=0.3))
+    for _ in range(6):
+        client.send(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\na")
+        await asyncio.sleep(0.1)
+        client.send(b"b")
+        assert (await client.answer()).body == b"ab"
+
+
 async def test_idle_connections_are_closed_quietly(serve, connect) -> None:
     client = await connect(await serve(echo, keep_alive_timeout=0.1))
     client.send(GET)
@@ -305,11 +325,11 @@ async def test_pipelined_requests_wait_while_responses_are_not_read(serve, conne
         return Response(bytes(1 << 20))
 
     client = await connect(await serve(handler, write_buffer=1 << 16))
-    for _ in range(200):
+    for _ in range(50):
         client.send(GET)
     await until(lambda: handled)
     assert await standstill(lambda: handled, 200) < 30  # the kernel's buffers hold some responses
-    for _ in range(200):
+    for _ in range(50):
         assert len((await client.answer()).body) == 1 << 20
     assert handled == 200
 

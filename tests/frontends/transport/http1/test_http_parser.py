@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 from typing import Any
 
@@ -165,3 +166,19 @@ def test_bytes_after_a_closing_request_are_ignored() -> None:
 @given(st.binary(max_size=400))
 def test_feed_never_raises(data: bytes) -> None:
     parse([data, data])
+
+
+def test_memory_of_a_body_in_tiny_chunks() -> None:
+    parser = RequestParser(HttpServerOptions())
+    parser.feed(b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+    chunk = b"2\r\nab\r\n" * 1000
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            parser.feed(chunk)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used < 2 * 200_000
+    parser.feed(b"0\r\n\r\n")
+    assert parser.requests[0].body == b"ab" * 100_000
