@@ -325,11 +325,11 @@ async def test_pipelined_requests_wait_while_responses_are_not_read(serve, conne
         return Response(bytes(1 << 20))
 
     client = await connect(await serve(handler, write_buffer=1 << 16))
-    for _ in range(50):
+    for _ in range(200):
         client.send(GET)
     await until(lambda: handled)
     assert await standstill(lambda: handled, 200) < 30  # the kernel's buffers hold some responses
-    for _ in range(50):
+    for _ in range(200):
         assert len((await client.answer()).body) == 1 << 20
     assert handled == 200
 
