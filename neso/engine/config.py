@@ -89,17 +89,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 600.0
     heartbeat_timeout: Annotated[
         float,
-        Meta(
-            description="Seconds without a heartbeat after which the engine process is killed and restarted; "
-            "0 disables it."
-        ),
+        Meta(description="Seconds without a heartbeat after which the engine is restarted; 0 disables it."),
     ] = 30.0
     max_restarts: Annotated[
         int,
-        Meta(
-            description="Failures of the engine process within restart_window that are followed by a restart; "
-            "after one more, the engine stays down and the server is not live."
-        ),
+        Meta(description="Failures of the engine in restart_window that are followed by a restart."),
     ] = 10
     restart_window: Annotated[float, Meta(description="Seconds for which max_restarts counts failures.")] = (
         300.0
@@ -116,10 +110,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = {}
     logits_processors: Annotated[
         dict[str, str],
-        Meta(
-            description="Logits processors by name: FILE.py:ATTRIBUTE, MODULE:ATTRIBUTE, or an entry point "
-            "of the group neso.logits_processors."
-        ),
+        Meta(description="Logits processors by name: FILE.py:ATTRIBUTE, MODULE:ATTRIBUTE or entry point."),
     ] = {}
     scheduler: SchedulerConfig = SchedulerConfig()
     lora: LoraConfig = LoraConfig()

@@ -10,8 +10,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso._wire import split_strings
 from neso.server.errors import InvalidArgument, Unsupported
+
+try:
+    from neso._wire import split_strings
+except ImportError:  # the process of a model with its own environment, for which the extension is not built
+
+    def split_strings(data: bytes | memoryview, count: int) -> tuple[list[bytes], int]:
+        """See `neso._wire`."""
+        view, end = memoryview(data), 0
+        found: list[bytes] = []
+        while len(found) < count and end + 4 <= len(view):
+            start = end + 4
+            stop = start + int.from_bytes(view[end:start], "little")
+            if stop > len(view):
+                break
+            found.append(bytes(view[start:stop]))
+            end = stop
+        return found, end
+
 
 try:
     import ml_dtypes

@@ -677,11 +677,11 @@ def test_metrics(server):
     for name, bucket in {
         "time_to_first_token_seconds": "0.001",
         "time_per_output_token_seconds": "0.01",
-        "e2e_request_latency_seconds": "1.0",
-        "request_prompt_tokens": "1.0",
-        "request_generation_tokens": "1.0",
-        "request_params_best_of": "1.0",
-        "request_params_n": "1.0",
+        "e2e_request_latency_seconds": "1",
+        "request_prompt_tokens": "1",
+        "request_generation_tokens": "1",
+        "request_params_best_of": "1",
+        "request_params_n": "1",
     }.items():
         assert f"# TYPE vllm:{name} histogram" in text
         assert f'vllm:{name}_count{{model="{MODEL}",version="1"}}' in text

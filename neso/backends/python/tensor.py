@@ -141,7 +141,7 @@ def numpy_to_triton_type(data_type: Any) -> int:
 TRITON_STRING_TO_NUMPY: dict[str, type[Any]] = {
     datatype.config_name: bool if datatype is DataType.BOOL else datatype.dtype.type
     for datatype in DataType
-    if hasattr(datatype, "dtype")  # BF16 needs ml_dtypes
+    if datatype is not DataType.BF16  # no numpy type: absent in Triton, too
 }
 
 
