@@ -127,10 +127,6 @@ async def test_unknown_models_and_versions(repository, start_core):
             "input { name: 'A' data_type: TYPE_INT8 dims: [1] reshape { shape: [1, 0] } }",
             "model input 'A' reshape dimensions must be integer >= 1",
         ),
-        (
-            "input { name: 'A' data_type: TYPE_INT8 dims: [1] reshape { } }",
-            "cannot have empty reshape for non-batching model",
-        ),
     ],
 )
 async def test_an_invalid_configuration_affects_only_its_model(repository, start_core, config, reason):

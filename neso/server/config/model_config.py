@@ -336,11 +336,6 @@ def _check_tensor(tensor: Any, kind: str, config: ModelConfig, complete: bool) -
     if getattr(tensor, "format", 0) and len(tensor.dims) != 3:
         raise InvalidArgument(f"model input NHWC/NCHW require 3 dims {where}")
     if tensor.HasField("reshape"):
-        if not tensor.reshape.shape and config.max_batch_size == 0:
-            raise InvalidArgument(
-                f"model {kind} '{tensor.name}' cannot have empty reshape for non-batching model as scalar "
-                f"tensors are not supported {where}"
-            )
         _check_reshape(tensor, kind, where)
 
 
