@@ -137,7 +137,7 @@ def _load_logits_processors(
     tokenizer = None if config.skip_tokenizer_init else config.tokenizer_path
     try:
         return load_processors(
-            {**config.logits_processors, **processors}, ProcessorContext.for_model(vocab_size, tokenizer)
+            {**config.logits_processors, **processors}, ProcessorContext(vocab_size, tokenizer)
         )
     except ProcessorError as error:
         raise EngineError(str(error)) from error

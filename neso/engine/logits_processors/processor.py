@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -39,29 +39,22 @@ such a row, no token is sampled from it, and the request does not fail.
 
 
 class ProcessorContext:
-    """What a class of logits processors gets when the engine creates its instance.
+    """Argument with which the engine creates an instance of a class of logits processors.
 
     - vocab_size: width of the logits
     - tokenizer: the model's tokenizer, loaded at first access; raises `ValueError` if the engine has none
     """
 
-    def __init__(self, vocab_size: int, open_tokenizer: Callable[[], Tokenizer] | None) -> None:
+    def __init__(self, vocab_size: int, tokenizer_path: str | None) -> None:
+        """`tokenizer_path`: the tokenizer's directory or GGUF file; None if the engine has no tokenizer."""
         self.vocab_size = vocab_size
-        self._open_tokenizer = open_tokenizer
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_path = tokenizer_path
 
-    @classmethod
-    def for_model(cls, vocab_size: int, tokenizer: str | None) -> ProcessorContext:
-        """Create the context of a model. `tokenizer`: its directory or GGUF file."""
-        return cls(vocab_size, None if tokenizer is None else partial(Tokenizer.from_model, Path(tokenizer)))
-
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            if self._open_tokenizer is None:
-                raise ValueError("the engine has no tokenizer (skip_tokenizer_init)")
-            self._tokenizer = self._open_tokenizer()
-        return self._tokenizer
+        if self._tokenizer_path is None:
+            raise ValueError("the engine has no tokenizer (skip_tokenizer_init)")
+        return Tokenizer.from_model(self._tokenizer_path)
 
 
 class ProcessorError(ValueError):

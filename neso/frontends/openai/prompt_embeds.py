@@ -85,7 +85,7 @@ def decode_embeddings(text: str) -> Embeddings:
 
 
 def _read_numpy(data: bytes) -> Embeddings:
-    """Read an array whose size is that of the file, before any memory is reserved for it."""
+    """Read a NumPy file without copying its data. Raises `ValueError` if the header does not match the size."""
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
