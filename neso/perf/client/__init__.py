@@ -1,0 +1,1 @@
+"""Connections, worker processes, and the run as a whole."""

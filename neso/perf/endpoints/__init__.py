@@ -1,0 +1,1 @@
+"""Endpoints: how requests of each protocol are built and their responses are read."""

@@ -1,0 +1,80 @@
+"""Exports with the keys of genai-perf and perf_analyzer."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from neso.perf.metrics import METRICS, Measurement, as_dict, endpoint_setting
+
+_STATISTICS = ("avg", "min", "max", "p99", "p95", "p90", "p75", "p50", "p25")
+
+
+def write_json(measurement: Measurement, path: Path) -> None:
+    """Write all metrics with unit and statistics, then `input_config` and what else is known of the run."""
+    run = measurement.result
+    content: dict[str, Any] = as_dict(measurement)
+    content["input_config"] = {**run.settings, "load": run.load}
+    content["errors"] = {
+        kind: {"count": number, "example": message} for kind, (number, message) in measurement.errors.items()
+    }
+    content["warnings"] = [*run.errors, *measurement.warnings]
+    content["stop_reason"] = run.stop_reason
+    content["output_tokens_source"] = measurement.output_tokens_source
+    content["client"] = run.client
+    content["telemetry_stats"] = run.telemetry.get("summary", {})
+    path.write_text(json.dumps(content, indent=2, default=str, ensure_ascii=False), encoding="utf-8")
+
+
+def write_csv(measurement: Measurement, path: Path) -> None:
+    """Write the statistics of the per-request metrics, then those of the run, each with a header line."""
+    summaries = measurement.summaries
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["Metric", *_STATISTICS])
+        for metric in METRICS:
+            if metric.name in summaries and not metric.of_run:
+                values = [f"{summaries[metric.name].get(name):,.2f}" for name in _STATISTICS]
+                writer.writerow([f"{metric.title} ({metric.unit})", *values])
+        writer.writerow([])
+        writer.writerow(["Metric", "Value"])
+        for metric in METRICS:
+            if metric.name in summaries and metric.of_run:
+                unit = metric.unit.replace("tokens/sec", "per sec").replace("requests/sec", "per sec")
+                writer.writerow([f"{metric.title} ({unit})", f"{summaries[metric.name].avg:.2f}"])
+
+
+def write_raw_profile(measurement: Measurement, path: Path) -> None:
+    """Write the requests and responses in the form of perf_analyzer's `--profile-export-file`.
+
+    Response texts are given once, with the last response: the client keeps no text of single chunks.
+    """
+    run, records = measurement.result, measurement.records
+    mode, value = next(iter(run.load.items()), ("concurrency", 1))
+    offset = records.epoch_offset_ns
+    requests = []
+    for i in range(len(records)):
+        arrivals = records.arrivals_ns[records.arrival_offsets[i] : records.arrival_offsets[i + 1]] + offset
+        texts = [""] * max(len(arrivals) - 1, 0) + [records.output_text[i] or ""]
+        requests.append(
+            {
+                "timestamp": int(records.columns["start_ns"][i]) + offset,
+                "request_inputs": {"index": int(records.columns["index"][i])},
+                "response_timestamps": arrivals.tolist(),
+                "response_outputs": [{"response": text} for text in texts[: max(1, len(arrivals))]],
+            }
+        )
+    bounds = (np.array([run.start_ns, run.end_ns]) + offset).tolist()
+    content = {
+        "service_kind": "openai",
+        "endpoint": endpoint_setting(run, "endpoint_type") or "chat",
+        "experiments": [
+            {"experiment": {"mode": mode, "value": value}, "requests": requests, "window_boundaries": bounds}
+        ],
+        "version": "neso perf",
+    }
+    path.write_text(json.dumps(content, ensure_ascii=False, default=str), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Load: when requests start, independent of how they are sent."""

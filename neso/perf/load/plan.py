@@ -1,0 +1,69 @@
+"""What load a run makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from neso.perf.errors import PerfError
+
+
+class Arrival(str, Enum):
+    """Distribution of the time between two requests of a rate."""
+
+    CONSTANT = "constant"
+    POISSON = "poisson"
+    GAMMA = "gamma"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """One phase of load over all workers. Without `rate` and `schedule` it is a closed loop.
+
+    - concurrency: maximum number of sessions in flight; 0 is no limit, for a rate or a schedule
+    - rate: sessions per second; those that exceed `concurrency` wait, and their latency counts from the intended start
+    - arrival, smoothness: distribution of intervals. The coefficient of variation of a gamma distribution is
+      1 / sqrt(smoothness): 1 is Poisson, more is smoother, less is burstier
+    - schedule: start at the timestamps of the requests
+    - requests, sessions: stop after so many; seconds: stop starting after so long; None is no limit
+    - grace_seconds: time for requests in flight after `seconds`; then they are cancelled. None waits for all
+    - ramp_seconds: concurrency or rate grows linearly from 0 for so long
+    - stable_percent: stop when throughput and latency of three windows of `window_seconds` differ by no more from their
+      mean, or after `max_windows`; 0 is off
+    - cancel_percent, cancel_seconds: share of requests that is cancelled so long after its start
+    - warm_up: its records are marked
+    """
+
+    concurrency: int = 1
+    rate: float | None = None
+    arrival: Arrival = Arrival.CONSTANT
+    smoothness: float = 1.0
+    schedule: bool = False
+    requests: int | None = None
+    sessions: int | None = None
+    seconds: float | None = None
+    grace_seconds: float | None = None
+    ramp_seconds: float = 0.0
+    stable_percent: float = 0.0
+    window_seconds: float = 5.0
+    window_requests: int = 0
+    max_windows: int = 10
+    cancel_percent: float = 0.0
+    cancel_seconds: float = 0.0
+    seed: int = 0
+    warm_up: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise PerfError(f"a request rate must be positive, got {self.rate}")
+        if self.concurrency < 1 and self.rate is None and not self.schedule:
+            raise PerfError(f"the concurrency must be at least 1, got {self.concurrency}")
+        if self.smoothness <= 0:
+            raise PerfError(f"the arrival smoothness must be positive, got {self.smoothness}")
+        if not 0 <= self.cancel_percent <= 100:
+            raise PerfError(f"the cancellation rate must be between 0 and 100, got {self.cancel_percent}")
+
+    @property
+    def is_open_loop(self) -> bool:
+        """Whether requests start at given times, not when others end."""
+        return self.rate is not None or self.schedule

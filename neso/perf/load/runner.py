@@ -1,0 +1,288 @@
+"""Runs one worker's share of a load plan: decides when each session starts; the target sends its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Protocol
+
+from neso.perf.client.target import Target
+from neso.perf.endpoints.base import History
+from neso.perf.load.arrivals import rate_arrivals, scheduled_arrivals
+from neso.perf.load.plan import LoadPlan
+from neso.perf.records import RequestRecord
+from neso.perf.requests import PerfRequest
+
+_FAILED_CONNECT_PAUSE_SECONDS = 0.1
+_HASH = 0x9E3779B97F4A7C15
+
+
+class Counter(Protocol):
+    def take(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Worker `worker` of `workers`."""
+
+    worker: int = 0
+    workers: int = 1
+
+    def of(self, total: int) -> int:
+        """Return this worker's part of a number; the parts add up to it."""
+        return total // self.workers + (self.worker < total % self.workers)
+
+
+class Conversations:
+    """The sessions of an input source, repeated without end, with numbers for their requests.
+
+    Session n is `n % num_sessions` of the source. Its requests are numbered from `first_number(n)` on, so a limit on
+    requests is exact without communication between workers.
+    """
+
+    def __init__(self, sessions: Sequence[list[PerfRequest]]) -> None:
+        self.sessions = sessions
+        self._starts = [0, *accumulate(len(session) for session in sessions)]
+
+    def __getitem__(self, number: int) -> list[PerfRequest]:
+        return self.sessions[number % len(self.sessions)]
+
+    def first_number(self, number: int) -> int:
+        """Return the number of the first request of a session."""
+        rounds, position = divmod(number, len(self.sessions))
+        return rounds * self._starts[-1] + self._starts[position]
+
+    def first_index(self, number: int) -> int:
+        """Return the position of the first request of a session in the source."""
+        return self._starts[number % len(self.sessions)]
+
+    def num_sessions(self, requests: int) -> int:
+        """Return the number of sessions that have the first `requests` requests; the last may be cut."""
+        rounds, rest = divmod(requests, self._starts[-1])
+        return rounds * len(self.sessions) + bisect.bisect_left(self._starts, rest)
+
+
+class LoadRunner:
+    """Runs a share of the load on a target, in one event loop.
+
+    `on_record` gets each record when its request is complete. `counter` is shared by the workers.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        conversations: Conversations,
+        target: Target,
+        on_record: Callable[[RequestRecord], None],
+        *,
+        counter: Counter,
+        share: Share = Share(),
+        models: Sequence[str] = ("",),
+        adapters: Sequence[str] = (),
+        random_models: bool = False,
+        keep_text: bool = False,
+        sleep_until: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._conversations = conversations
+        self._target = target
+        self._on_record = on_record
+        self._counter = counter
+        self._share = share
+        self._models = models
+        self._adapters = adapters
+        self._random_models = random_models
+        self._keep_text = keep_text
+        self._sleep_until = sleep_until or _sleep_until
+        self._cancel_below = int(plan.cancel_percent / 100 * 2**32)
+        self._num_sessions = self._session_limit()
+        self._stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pauses: set[asyncio.Future[Any]] = set()
+
+    def _session_limit(self) -> int | None:
+        plan, limits = self._plan, []
+        if plan.requests is not None:
+            limits.append(self._conversations.num_sessions(plan.requests))
+        if plan.sessions is not None:
+            limits.append(plan.sessions)
+        if plan.schedule:
+            limits.append(len(self._conversations.sessions))
+        return min(limits) if limits else None
+
+    async def run(self, start_ns: int) -> None:
+        """Run from `start_ns` until the plan's end; requests in flight are complete or cancelled when it returns."""
+        if self._plan.is_open_loop:
+            work = self._open_loop(start_ns)
+        else:
+            work = self._closed_loop(start_ns)
+        task = asyncio.ensure_future(work)
+        timers: list[asyncio.TimerHandle] = []
+        if self._plan.seconds is not None:
+            loop = asyncio.get_running_loop()
+            left = self._plan.seconds + (start_ns - time.monotonic_ns()) * 1e-9
+            timers.append(loop.call_later(max(0, left), self.stop_starting))
+            if self._plan.grace_seconds is not None:
+                timers.append(loop.call_later(max(0, left + self._plan.grace_seconds), self.stop))
+        try:
+            await task
+        finally:
+            for timer in timers:
+                timer.cancel()
+
+    def stop_starting(self) -> None:
+        """Start no more requests; those in flight are completed."""
+        self._stopping = True
+        for pause in list(self._pauses):
+            pause.cancel()
+
+    def stop(self) -> None:
+        """Start no more requests and cancel those in flight."""
+        self.stop_starting()
+        self._target.cancel_all()
+
+    async def _closed_loop(self, start_ns: int) -> None:
+        """Keep `concurrency` sessions in flight, each in a task."""
+        await self._pause_until(start_ns)
+        total, ramp = self._plan.concurrency, int(self._plan.ramp_seconds * 1e9)
+        slots = range(self._share.worker, total, self._share.workers)
+        await asyncio.gather(*(self._slot(start_ns + slot * ramp // total) for slot in slots))
+
+    async def _slot(self, start_ns: int) -> None:
+        await self._pause_until(start_ns)
+        while not self._stopping:
+            number = self._counter.take()
+            if self._num_sessions is not None and number >= self._num_sessions:
+                return
+            await self._run_session(number, time.monotonic_ns())
+
+    async def _open_loop(self, start_ns: int) -> None:
+        """Start sessions at their times; beyond `concurrency` they wait for one to end."""
+        share, limit = self._share, self._plan.concurrency
+        if limit and limit < share.workers:  # as many workers as slots
+            if share.worker >= limit:
+                return
+            share = Share(share.worker, limit)
+        slots = asyncio.Semaphore(share.of(limit)) if limit else None
+        for position, (number, offset) in enumerate(self._arrivals()):
+            if self._num_sessions is not None and number >= self._num_sessions:
+                if self._plan.schedule:
+                    continue  # its order is that of time, not of numbers
+                break
+            if position % share.workers != share.worker:
+                continue
+            intended_ns = start_ns + offset
+            await self._pause_until(intended_ns)
+            if slots is not None and not self._stopping:
+                await self._acquire(slots)
+            if self._stopping:
+                break
+            task = asyncio.ensure_future(self._run_session(number, intended_ns))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            if slots is not None:
+                task.add_done_callback(lambda _: slots.release())
+        if self._tasks:
+            await asyncio.gather(*self._tasks)
+
+    def _arrivals(self) -> Iterator[tuple[int, int]]:
+        if self._plan.schedule:
+            return scheduled_arrivals(self._conversations.sessions)
+        return rate_arrivals(self._plan)
+
+    async def _acquire(self, slots: asyncio.Semaphore) -> None:
+        """Wait for a slot or the end of the load."""
+        if slots.locked():
+            await self._interruptible(slots.acquire())
+        else:
+            await slots.acquire()
+
+    async def _pause_until(self, ns: int) -> None:
+        """Sleep until a time of the monotonic clock, or the end of the load."""
+        if ns > time.monotonic_ns() and not self._stopping:
+            await self._interruptible(self._sleep_until(ns))
+
+    async def _interruptible(self, waiting: Awaitable[Any]) -> None:
+        """Wait, but not longer than until the load stops."""
+        future = asyncio.ensure_future(waiting)
+        self._pauses.add(future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+        finally:
+            self._pauses.discard(future)
+
+    async def _run_session(self, number: int, intended_ns: int) -> None:
+        """Send the turns of a session one after the other. It ends with the first that fails."""
+        session, plan = self._conversations[number], self._plan
+        first, first_index = self._conversations.first_number(number), self._conversations.first_index(number)
+        several = len(session) > 1
+        history: History = []
+        name = f"{session[0].session}#{number}" if session[0].session else ""
+        for turn, request in enumerate(session):
+            if plan.requests is not None and first + turn >= plan.requests:
+                break
+            if turn:
+                intended_ns = time.monotonic_ns() + int(request.delay_ms * 1e6)
+                await self._pause_until(intended_ns)
+                if self._stopping:
+                    break
+            if self._adapters and not request.adapter:
+                request = replace(request, adapter=self._adapters[number % len(self._adapters)])
+            record = RequestRecord(
+                model=request.model or self._model_of(number),
+                adapter=request.adapter,
+                session=name,
+                number=first + turn,
+                index=first_index + turn,
+                turn=turn,
+                worker=self._share.worker,
+                intended_ns=intended_ns,
+                warm_up=plan.warm_up,
+            )
+            if request.input_tokens is not None:
+                record.requested_input_tokens = request.input_tokens
+            if request.max_tokens is not None:
+                record.requested_output_tokens = request.max_tokens
+            if several or self._keep_text:
+                record.output_text = ""
+            await self._target.send(request, record, history, self._cancel_after(record.number))
+            if several and record.ok:
+                history.append(self._target.message(request))
+                history.append({"role": "assistant", "content": record.output_text or ""})
+            if not self._keep_text:
+                record.output_text = None
+            self._on_record(record)
+            if not record.ok:
+                if record.error_kind == "connect":
+                    await self._pause_until(record.end_ns + int(_FAILED_CONNECT_PAUSE_SECONDS * 1e9))
+                break
+        if name:
+            self._target.end_session(name)
+
+    def _model_of(self, number: int) -> str:
+        if self._random_models:
+            return self._models[self._random32(number) % len(self._models)]
+        return self._models[number % len(self._models)]
+
+    def _cancel_after(self, number: int) -> float | None:
+        if not self._cancel_below or self._random32(number ^ 0x5BD1E995) >= self._cancel_below:
+            return None
+        return self._plan.cancel_seconds
+
+    def _random32(self, number: int) -> int:
+        """Return 32 pseudo-random bits that depend on the seed and a number only (splitmix64)."""
+        z = (number + self._plan.seed * 1_000_003 + 1) * _HASH & 0xFFFFFFFFFFFFFFFF
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        return (z ^ (z >> 31)) >> 32
+
+
+async def _sleep_until(ns: int) -> None:
+    await asyncio.sleep((ns - time.monotonic_ns()) * 1e-9)

@@ -1,0 +1,134 @@
+"""`neso perf profile` as a function: all runs of a sweep, with their exports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from neso.perf.client.generator import ENDS_SWEEP, LoadGenerator, as_json, default_workers, load_name
+from neso.perf.endpoints.options import EndpointOptions
+from neso.perf.endpoints.registry import TARGETS, endpoint_class
+from neso.perf.errors import PerfError
+from neso.perf.inputs import open_source
+from neso.perf.inputs.options import InputOptions
+from neso.perf.load.options import LoadOptions
+from neso.perf.load.plan import LoadPlan
+from neso.perf.output_options import OutputOptions
+from neso.perf.records import RunResult
+from neso.perf.requests import InputSource
+
+
+def profile(
+    endpoint: EndpointOptions,
+    load: LoadOptions,
+    inputs: InputOptions,
+    output: OutputOptions,
+    *,
+    print_message: Callable[[str], None] = print,
+) -> list[RunResult]:
+    """Run each load of the sweep, write its exports when it ends, and the summary at the end.
+
+    Returns the runs that were made; Ctrl-C and a server that is gone end the sweep. Raises `PerfError`.
+    """
+    from neso.perf import exports
+    from neso.perf.exports.run_folder import write_inputs
+
+    loads = [one for one in load.loads() for _ in range(load.num_runs)]
+    runs: list[RunResult] = []
+    with open_generator(endpoint, load, inputs, output) as generator:
+        for number, (plan, warm_up) in enumerate(loads):
+            label = {"run": number % load.num_runs + 1} if load.num_runs > 1 else {}
+            run = run_load(generator, plan, warm_up, inputs, output, label)
+            runs.append(run)
+            for error in run.errors:
+                print_message(error)
+            write_inputs(_bodies(generator), exports.write_run(run, output))
+            if run.stop_reason in ENDS_SWEEP:
+                break
+    exports.finish(runs, output)
+    return runs
+
+
+@contextmanager
+def open_generator(
+    endpoint: EndpointOptions, load: LoadOptions, inputs: InputOptions, output: OutputOptions
+) -> Iterator[LoadGenerator]:
+    """Start the workers for all loads of `load`, and wait for the model if the options say so. Raises `PerfError`."""
+    endpoint = replace(endpoint, keep_text=endpoint.keep_text or output.keep_text)
+    source = _source(inputs, endpoint)
+    plans = [plan for plan, _ in load.loads()]
+    workers = load.workers or max(default_workers(plan.concurrency, plan.rate) for plan in plans)
+    with LoadGenerator(endpoint, source, workers=workers) as generator:
+        if endpoint.wait_for_model:
+            generator.wait_for_model(endpoint.wait_for_model)
+        yield generator
+
+
+def run_load(
+    generator: LoadGenerator,
+    plan: LoadPlan,
+    warm_up: LoadPlan | None,
+    inputs: InputOptions,
+    output: OutputOptions,
+    label: dict[str, Any],
+) -> RunResult:
+    """Run one load with its display and telemetry. `label` is added to the name of the load."""
+    from neso.perf import telemetry
+    from neso.perf.console import Progress
+
+    endpoint = generator.options
+    with Progress(output.ui, load_name(plan) | label, plan.requests, plan.seconds) as progress:
+        url = "" if endpoint.is_engine else endpoint.server_urls[0]
+        measuring = telemetry.start(output, url)
+        try:
+            run = generator.run(plan, warm_up=warm_up, on_records=progress.update)
+        finally:
+            measured = measuring.stop()
+    run.telemetry = measured
+    run.settings |= {"input": as_json(inputs), "output": as_json(output)}
+    run.load |= label
+    return run
+
+
+def _bodies(generator: LoadGenerator) -> Iterator[list[bytes]]:
+    """Yield the JSON bodies of each session; nothing for endpoints without JSON bodies.
+
+    Later turns are without the history of their session, which the responses decide.
+    """
+    options = generator.options
+    if options.endpoint_type in TARGETS or options.endpoint_type == "kserve_http":
+        return
+    endpoint = endpoint_class(options.endpoint_type)(options)
+    if endpoint.content_type != "application/json":
+        return
+    for session in generator.sessions:
+        # A request that cannot be built is a failure of the run; here it would only repeat it.
+        with suppress(PerfError, ValueError, KeyError, IndexError, TypeError):
+            yield [endpoint.body(request, request.model or options.models[0], []) for request in session]
+
+
+def _source(inputs: InputOptions, endpoint: EndpointOptions) -> InputSource:
+    """Return the requests; those of tensor models follow the metadata that the server has of the model."""
+    if not (endpoint.is_grpc or endpoint.endpoint_type == "kserve_http") or inputs.input_file:
+        return open_source(inputs, endpoint.endpoint_type, endpoint.models)
+    from neso.perf.client.grpc import grpc_metadata
+    from neso.perf.endpoints.kserve import Convention, http_metadata
+    from neso.perf.inputs.tensors import TensorSource, TensorSpec
+
+    metadata = asyncio.run(grpc_metadata(endpoint)) if endpoint.is_grpc else http_metadata(endpoint)
+    if Convention(endpoint.backend, metadata).kind != "tensor":
+        return open_source(inputs, endpoint.endpoint_type, endpoint.models)
+    specs = tuple(TensorSpec(*spec) for spec in metadata.inputs)
+    return TensorSource(specs, inputs, metadata.max_batch_size)
+
+
+def exit_status(runs: list[RunResult]) -> int:
+    """Return 0 if the last run was completed with a success, 130 after Ctrl-C, else 1."""
+    last = runs[-1]
+    if last.stop_reason == "interrupted":
+        return 130
+    measured: Any = last.records.ok & ~last.records.columns["warm_up"]
+    return 0 if last.stop_reason not in ENDS_SWEEP and bool(measured.any()) else 1

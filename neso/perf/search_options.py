@@ -1,0 +1,89 @@
+"""Options of `neso perf analyze` and `neso perf tune`, with their flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from neso.flags import SWITCH, Flag, choice, integer, number
+
+SWEEPS = (
+    "concurrency",
+    "request_rate",
+    "input_sequence_length",
+    "output_sequence_length",
+    "batch_size",
+    "passages",
+    "num_dataset_entries",
+)
+
+
+@dataclass(frozen=True)
+class GoalOptions:
+    """What is to be best."""
+
+    objective: Annotated[
+        str,
+        Flag(
+            "objective",
+            "Metric to improve, with a statistic: output_token_throughput, or time_to_first_token:p99.",
+            default_text="goodput with --goodput, else output_token_throughput or request_throughput",
+        ),
+    ] = ""
+    min_good_share: Annotated[
+        float,
+        Flag("min-good-share", "Percentage of requests that must meet --goodput.", number(0)),
+    ] = 95.0
+    fresh: Annotated[
+        bool, Flag("fresh", "Measure again, also what an earlier search has in the artifact folder.", SWITCH)
+    ] = False
+
+
+@dataclass(frozen=True)
+class AnalyzeOptions(GoalOptions):
+    """What `neso perf analyze` varies."""
+
+    sweep_type: Annotated[str, Flag("sweep-type", "What varies.", choice(*SWEEPS))] = "concurrency"
+    sweep_list: Annotated[str, Flag("sweep-list", "Values, separated by commas.", metavar="N,N,…")] = ""
+    sweep_range: Annotated[
+        str,
+        Flag(
+            "sweep-range",
+            "Values MIN:MAX:STEP; without step powers of two.",
+            metavar="MIN:MAX[:STEP]",
+            default_text="a search: doubled until the objectives fail or throughput stops growing, then halved steps",
+        ),
+    ] = ""
+    max_load: Annotated[int, Flag("max-load", "Largest value of the search.", integer(1))] = 1024
+
+
+@dataclass(frozen=True)
+class TuneOptions(GoalOptions):
+    """What `neso perf tune` varies."""
+
+    space: Annotated[
+        tuple[str, ...],
+        Flag(
+            "space",
+            "NAME=V1,V2,…: values of an engine option to try, instead of the usual ones.",
+            metavar="NAME=VALUES",
+        ),
+    ] = ()
+    allow_quantization: Annotated[
+        bool, Flag("allow-quantization", "Also try int8 and int4 weights, which change answers.", SWITCH)
+    ] = False
+    max_configurations: Annotated[
+        int, Flag("max-configurations", "Largest number of configurations to try.", integer(1))
+    ] = 24
+    max_minutes: Annotated[
+        float | None, Flag("max-minutes", "Start no trial after this time.", number(0.1))
+    ] = None
+    confirmations: Annotated[
+        int,
+        Flag(
+            "confirmations", "Pairs of runs that compare the best configuration with the default.", integer(1)
+        ),
+    ] = 2
+    serve_arguments: Annotated[
+        tuple[str, ...], Flag("serve-argument", "Argument of each `neso serve`.", metavar="ARGUMENT")
+    ] = ()

@@ -1,0 +1,143 @@
+"""The load generator with its worker processes, on a real server process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from eventually import wait_until
+from stub_process import StubProcess, stub_process
+
+from neso.perf.client.generator import LoadGenerator, default_workers
+from neso.perf.endpoints.options import EndpointOptions
+from neso.perf.errors import PerfError
+from neso.perf.load.plan import Arrival, LoadPlan
+from neso.perf.records import RunResult
+from neso.perf.requests import PerfRequest
+
+REQUESTS = [PerfRequest(f"prompt {i}", max_tokens=4) for i in range(10)]
+
+
+def options(url: str, **fields) -> EndpointOptions:
+    return EndpointOptions(models=("stub",), urls=(url,), streaming=True, **fields)
+
+
+@pytest.fixture(scope="module")
+def stub():
+    with stub_process("--tokens", "4") as process:
+        yield process
+
+
+def run(stub: StubProcess, plan: LoadPlan, *, workers: int = 1, **fields) -> RunResult:
+    with LoadGenerator(options(stub.url), REQUESTS, workers=workers) as generator:
+        return generator.run(plan, **fields)
+
+
+def test_workers_share_the_requests_without_gaps(stub):
+    shown = []
+    result = run(
+        stub,
+        LoadPlan(concurrency=6, requests=500),
+        workers=2,
+        warm_up=LoadPlan(requests=20),
+        on_records=lambda records: shown.append(len(records)),
+    )
+    measured = result.records.select(~result.records.columns["warm_up"])
+    assert len(result.records) == 520 and measured.ok.all() and result.stop_reason == "requests"
+    assert sorted(measured.columns["number"].tolist()) == list(range(500))
+    assert set(measured.columns["worker"].tolist()) == {0, 1}
+    assert (measured.columns["output_tokens"] == 4).all() and len(measured.arrivals_ns) == 2000
+    assert (measured.columns["start_ns"] >= result.start_ns).all() and result.client["workers"] == 2
+    assert sum(shown) <= 520
+
+
+def test_workers_share_a_rate(stub):
+    result = run(stub, LoadPlan(concurrency=0, rate=500, requests=250), workers=2)
+    intended = sorted(result.records.columns["intended_ns"].tolist())
+    assert [ns - intended[0] for ns in intended] == [i * 2_000_000 for i in range(250)]
+
+
+def test_a_load_is_measured_until_it_is_stable(stub):
+    plan = LoadPlan(concurrency=2, stable_percent=1000, window_seconds=0.2)
+    result = run(stub, plan)
+    assert result.stop_reason == "stable" and result.records.ok.all()
+    before = result.records.columns["end_ns"] < result.start_ns
+    assert (result.records.columns["warm_up"] == before).all()
+
+
+def test_a_server_that_dies_ends_the_run():
+    with stub_process("--tokens", "4") as stub, LoadGenerator(options(stub.url), REQUESTS) as generator:
+        result = generator.run(
+            LoadPlan(concurrency=2, seconds=600), on_records=lambda records: len(records) and stub.kill()
+        )
+    assert result.stop_reason == "server" and "the server is gone" in result.errors[0]
+    assert result.records.ok.any() and stub.url in result.errors[0]
+
+
+def test_a_load_that_only_fails_ends_early(stub):
+    endpoint = options(stub.url + "/v1/models?")
+    with LoadGenerator(EndpointOptions(**{**fields(endpoint), "endpoint_type": "embeddings", "streaming": False}),
+                       [PerfRequest()]) as generator:  # fmt: skip
+        result = generator.run(LoadPlan(concurrency=2, seconds=600))
+    assert result.stop_reason == "errors" and "every request fails" in result.errors[0]
+
+
+def fields(endpoint: EndpointOptions) -> dict:
+    return {name: getattr(endpoint, name) for name in EndpointOptions.__dataclass_fields__}
+
+
+def test_waiting_for_a_model_ends_with_an_error():
+    with (
+        LoadGenerator(options("127.0.0.1:9"), REQUESTS) as generator,
+        pytest.raises(PerfError, match="not ready"),
+    ):
+        generator.wait_for_model(0.3)
+
+
+def test_a_target_that_cannot_be_opened_is_an_error():
+    with (
+        pytest.raises(PerfError, match="no-such-host"),
+        LoadGenerator(options("no-such-host.invalid"), REQUESTS),
+    ):
+        pass
+    with pytest.raises(PerfError, match="unknown type 'caht'"):
+        LoadGenerator(options("x", endpoint_type="caht"), REQUESTS)
+    with pytest.raises(PerfError, match="no requests"):
+        LoadGenerator(options("x"), [])
+
+
+def test_a_schedule_needs_timestamps(stub):
+    with pytest.raises(PerfError, match="timestamp"):
+        run(stub, LoadPlan(concurrency=0, schedule=True))
+
+
+def test_the_default_number_of_workers_follows_the_load():
+    assert default_workers(1) == 1 and default_workers(0, 10.0) == 1
+    assert default_workers(100_000) >= default_workers(1000) >= 1
+
+
+def test_arrivals_are_the_same_in_all_workers(stub):
+    plan = LoadPlan(concurrency=0, rate=400, arrival=Arrival.POISSON, requests=100, seed=5)
+    one, two = (run(stub, plan, workers=workers) for workers in (1, 2))
+    offsets = [
+        sorted(r.records.columns["intended_ns"] - r.records.columns["intended_ns"].min()) for r in (one, two)
+    ]
+    assert offsets[0] == offsets[1]
+
+
+def test_ctrl_c_writes_the_report_of_what_was_done(stub, tmp_path: Path):
+    command = [sys.executable, "-m", "neso.cli", "perf", "profile", "-m", "stub", "-u", stub.url, "--streaming",
+               "--concurrency", "2,4", "--benchmark-duration", "600", "--isl", "10", "--ui", "simple",
+               "--no-server-metrics", "--artifact-dir", str(tmp_path)]  # fmt: skip
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    wait_until(lambda: "req/s" in (tmp_path / "log").read_text() or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130, (tmp_path / "log").read_text()
+    [export] = tmp_path.rglob("profile_export_genai_perf.json")
+    assert json.loads(export.read_text())["request_count"]["avg"] > 0
+    assert "Traceback" not in (tmp_path / "log").read_text()

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from virtual_time import run_in_virtual_time
+
+from neso.perf.load.arrivals import rate_arrivals
+from neso.perf.load.plan import Arrival, LoadPlan
+from neso.perf.load.runner import Conversations, LoadRunner, Share
+from neso.perf.records import RequestRecord
+from neso.perf.requests import PerfRequest
+
+SECOND = 1_000_000_000
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def take(self) -> int:
+        self.value += 1
+        return self.value - 1
+
+
+class FakeTarget:
+    """Responds after `seconds(start)`; notes the number of requests in flight at each start."""
+
+    def __init__(self, seconds: Callable[[int], float] = lambda _: 0.1) -> None:
+        self.seconds = seconds
+        self.in_flight: list[int] = []
+        self.histories: list[int] = []
+        self.error_kind = ""
+        self._active: set[asyncio.Task[None]] = set()
+
+    async def send(self, request, record, history, cancel_after=None) -> None:
+        record.start_ns = time.monotonic_ns()
+        wait = self.seconds(record.start_ns)
+        task = asyncio.ensure_future(asyncio.sleep(wait if cancel_after is None else min(wait, cancel_after)))
+        self._active.add(task)
+        self.in_flight.append(len(self._active))
+        self.histories.append(len(history))
+        try:
+            await task
+            record.cancelled = cancel_after is not None and cancel_after < wait
+        except asyncio.CancelledError:
+            record.cancelled = True
+        self._active.discard(task)
+        record.end_ns = time.monotonic_ns()
+        record.arrivals_ns.append(record.end_ns)
+        record.error_kind = self.error_kind
+        if record.output_text is not None:
+            record.output_text = "reply"
+
+    def message(self, request):
+        return {"role": "user", "content": request.text}
+
+    def cancel_all(self) -> None:
+        for task in self._active:
+            task.cancel()
+
+    def end_session(self, session: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Run:
+    """Runs plans in virtual time, with a share for each worker."""
+
+    def __init__(
+        self, plan: LoadPlan, *, target=None, workers: int = 1, sessions=None, stop_at=None, **fields
+    ) -> None:
+        self.records: list[RequestRecord] = []
+        self.target = target or FakeTarget()
+
+        async def play() -> None:
+            self.start = time.monotonic_ns()
+            counter = Counter()
+            conversations = Conversations(sessions or [[PerfRequest(str(i))] for i in range(3)])
+            runners = [
+                LoadRunner(plan, conversations, self.target, self.records.append, counter=counter,
+                           share=Share(worker, workers), **fields)
+                for worker in range(workers)
+            ]  # fmt: skip
+            if stop_at is not None:
+                asyncio.get_running_loop().call_later(stop_at, lambda: [one.stop() for one in runners])
+            await asyncio.gather(*(one.run(self.start) for one in runners))
+            self.seconds = (time.monotonic_ns() - self.start) / SECOND
+
+        run_in_virtual_time(play())
+
+    @property
+    def starts(self) -> list[float]:
+        return [(record.start_ns - self.start) / SECOND for record in self.records]
+
+    @property
+    def intended(self) -> list[float]:
+        return [(record.intended_ns - self.start) / SECOND for record in self.records]
+
+    @property
+    def numbers(self) -> list[int]:
+        return sorted(record.number for record in self.records)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_closed_loop_keeps_its_concurrency_over_all_workers(workers):
+    run = Run(LoadPlan(concurrency=4, requests=40), workers=workers)
+    assert max(run.target.in_flight) == 4 and run.numbers == list(range(40))
+    assert run.seconds == pytest.approx(1.0, abs=0.01)
+
+
+def test_shares_add_up():
+    for total in (1, 5, 8):
+        assert sum(Share(worker, 3).of(total) for worker in range(3)) == total
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_constant_rate_has_no_drift(workers):
+    run = Run(LoadPlan(concurrency=0, rate=50, requests=500), workers=workers)
+    assert run.numbers == list(range(500))
+    assert sorted(run.intended) == pytest.approx([number / 50 for number in range(500)], abs=1e-6)
+    assert max(abs(a - b) for a, b in zip(run.starts, run.intended, strict=True)) < 0.001
+
+
+@pytest.mark.parametrize(
+    ("arrival", "smoothness", "variation"),
+    [
+        (Arrival.POISSON, 1, 1.0),
+        (Arrival.GAMMA, 4, 0.5),
+        (Arrival.GAMMA, 0.25, 2.0),
+        (Arrival.CONSTANT, 1, 0.0),
+    ],
+)
+def test_intervals_have_the_rate_and_variation_of_their_distribution(arrival, smoothness, variation):
+    plan = LoadPlan(concurrency=0, rate=10, arrival=arrival, smoothness=smoothness)
+    times = np.array([ns for _, (_, ns) in zip(range(20_000), rate_arrivals(plan), strict=False)]) / SECOND
+    intervals = np.diff(times)
+    assert intervals.mean() == pytest.approx(0.1, rel=0.05)
+    assert intervals.std() / intervals.mean() == pytest.approx(variation, abs=0.08)
+
+
+def test_a_ramp_reaches_the_rate_at_its_end():
+    plan = LoadPlan(concurrency=0, rate=100, ramp_seconds=10)
+    times = np.array([ns for _, (_, ns) in zip(range(1500), rate_arrivals(plan), strict=False)]) / SECOND
+    assert (times < 5).sum() == pytest.approx(125, abs=3)  # a quarter of the requests of the ramp
+    assert (times < 10).sum() == pytest.approx(500, abs=3)
+    assert np.diff(times[600:]) == pytest.approx(0.01, abs=1e-6)
+
+
+def test_a_ramp_of_the_concurrency_starts_slots_one_after_the_other():
+    run = Run(LoadPlan(concurrency=4, seconds=8, ramp_seconds=4), target=FakeTarget(lambda _: 10.0))
+    assert sorted(run.starts) == pytest.approx([0, 1, 2, 3], abs=0.01)
+
+
+def test_latency_counts_from_the_intended_start_when_the_server_stalls():
+    """A server that stalls delays the requests that wait for a free slot: that is the coordinated omission."""
+    target = FakeTarget(lambda start: 1.0 if start < run_start[0] + SECOND // 2 else 0.01)
+    run_start = [0]
+
+    class Late(FakeTarget):
+        async def send(self, request, record, history, cancel_after=None):
+            run_start[0] = run_start[0] or time.monotonic_ns()
+            await target.send(request, record, history, cancel_after)
+
+    run = Run(LoadPlan(concurrency=1, rate=10, requests=20), target=Late())
+    waits = [start - intended for start, intended in zip(run.starts, run.intended, strict=True)]
+    assert max(waits) == pytest.approx(0.9, abs=0.02) and waits[-1] < 0.01
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_rate_with_a_limit_never_exceeds_it(workers):
+    run = Run(LoadPlan(concurrency=2, rate=1000, requests=20), workers=workers)
+    assert max(run.target.in_flight) == 2 and run.numbers == list(range(20))
+
+
+def test_the_duration_ends_the_load_and_the_grace_period_cancels():
+    run = Run(LoadPlan(concurrency=2, seconds=1, grace_seconds=0.5), target=FakeTarget(lambda _: 0.7))
+    assert run.seconds == pytest.approx(1.4, abs=0.01) and not any(record.cancelled for record in run.records)
+    run = Run(LoadPlan(concurrency=2, seconds=1, grace_seconds=0.5), target=FakeTarget(lambda _: 10))
+    assert run.seconds == pytest.approx(1.5, abs=0.01) and all(record.cancelled for record in run.records)
+
+
+def test_without_grace_period_requests_in_flight_are_completed():
+    run = Run(LoadPlan(concurrency=2, seconds=1), target=FakeTarget(lambda _: 10))
+    assert run.seconds == pytest.approx(10, abs=0.01) and not any(record.cancelled for record in run.records)
+
+
+@pytest.mark.parametrize("plan", [LoadPlan(concurrency=3), LoadPlan(concurrency=2, rate=100)])
+def test_stop_cancels_at_once(plan):
+    run = Run(plan, target=FakeTarget(lambda _: 100), stop_at=0.3)
+    assert run.seconds == pytest.approx(0.3, abs=0.01) and all(record.cancelled for record in run.records)
+
+
+def test_a_schedule_starts_requests_at_their_timestamps():
+    sessions = [[PerfRequest(str(i), timestamp_ms=ms)] for i, ms in enumerate((1500, 1000, 4000))]
+    run = Run(LoadPlan(concurrency=0, schedule=True), sessions=sessions, workers=2)
+    assert sorted(run.starts) == pytest.approx([0, 0.5, 3.0], abs=0.01) and run.numbers == [0, 1, 2]
+
+
+def test_turns_wait_for_the_response_and_their_delay():
+    session = [PerfRequest("a", session="s", turn=0), PerfRequest("b", session="s", turn=1, delay_ms=400)]
+    run = Run(LoadPlan(concurrency=1, sessions=1), sessions=[session])
+    assert run.starts == pytest.approx([0, 0.5], abs=0.01) and run.target.histories == [0, 2]
+    assert [record.turn for record in run.records] == [0, 1] and run.records[1].output_text is None
+
+
+def test_the_number_of_requests_is_exact_with_sessions():
+    sessions = [[PerfRequest(session="s", turn=i) for i in range(3)], [PerfRequest()]]
+    run = Run(LoadPlan(concurrency=2, requests=10), sessions=sessions, workers=2)
+    assert run.numbers == list(range(10))
+    assert [record.index for record in sorted(run.records, key=lambda r: r.number)] == [0, 1, 2, 3] * 2 + [
+        0,
+        1,
+    ]
+
+
+def test_a_failed_turn_ends_its_session():
+    target = FakeTarget()
+    target.error_kind = "timeout"
+    session = [PerfRequest(session="s", turn=i) for i in range(3)]
+    assert len(Run(LoadPlan(concurrency=1, sessions=2), sessions=[session], target=target).records) == 2
+
+
+def test_models_are_used_in_turn_or_at_random():
+    run = Run(LoadPlan(requests=9), models=("a", "b", "c"))
+    assert [record.model for record in run.records] == ["a", "b", "c"] * 3
+    run = Run(LoadPlan(concurrency=10, requests=900), models=("a", "b", "c"), random_models=True)
+    counts = [sum(record.model == name for record in run.records) for name in "abc"]
+    assert min(counts) > 250 and [record.model for record in run.records[:9]] != ["a", "b", "c"] * 3
+
+
+def test_a_share_of_the_requests_is_cancelled():
+    run = Run(LoadPlan(concurrency=10, requests=2000, cancel_percent=25, cancel_seconds=0.02))
+    assert sum(record.cancelled for record in run.records) == pytest.approx(500, abs=60)
