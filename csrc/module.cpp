@@ -10,6 +10,7 @@ NB_MODULE(_native, m) {
     neso::bind_matrix(m);
     neso::bind_memory(m);
     neso::bind_kernels(m);
+    neso::bind_parallel(m);
     neso::bind_decoder(m);
     neso::bind_encoder(m);
     neso::bind_threads(m);

@@ -53,6 +53,7 @@ void bind_memory(nb::module_& m);
 void bind_kernels(nb::module_& m);
 void bind_decoder(nb::module_& m);
 void bind_encoder(nb::module_& m);
+void bind_parallel(nb::module_& m);
 void bind_threads(nb::module_& m);
 
 }  // namespace neso

@@ -86,19 +86,19 @@ void bind_decoder(nb::module_& m) {
     nb::class_<OwnedWeights>(m, "Weights", "All weights of a decoder; keeps its layers and arrays alive.")
         .def("__init__",
              [](OwnedWeights* self, const std::vector<const OwnedLayer*>& layers, const nb::dict& vectors,
-                const OwnedMatrix& lm_head, std::optional<Array<uint8_t>> embedding, const std::string& embedding_kind,
+                const OwnedMatrix* lm_head, std::optional<Array<uint8_t>> embedding, const std::string& embedding_kind,
                 std::optional<Array<float, 2>> positions) {
                  DecoderWeights weights;
                  for (const OwnedLayer* layer : layers) weights.layers.push_back(layer->weights);
                  weights.final_norm = norm_named(vectors, "final_norm");
-                 weights.lm_head = lm_head.matrix;
+                 weights.lm_head = lm_head ? lm_head->matrix : Matrix{};
                  weights.embedding = embedding ? embedding->data() : nullptr;
                  weights.embedding_kind = weight_kind(embedding_kind);
                  weights.positions = positions ? positions->data() : nullptr;
                  weights.num_positions = positions ? int(positions->shape(0)) : 0;
                  new (self) OwnedWeights{std::move(weights)};
              },
-             nb::arg("layers"), nb::arg("vectors"), nb::arg("lm_head"), nb::arg("embedding").none(),
+             nb::arg("layers"), nb::arg("vectors"), nb::arg("lm_head").none(), nb::arg("embedding").none(),
              nb::arg("embedding_kind"), nb::arg("positions").none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
              nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>());
 
@@ -107,13 +107,19 @@ void bind_decoder(nb::module_& m) {
              [](Decoder* self, int vocab_size, int hidden_size, int heads, int kv_heads, int head_dim, const std::string& norm,
                 float norm_eps, const std::string& activation, bool parallel, bool norms_width, float attention_scale,
                 float attention_softcap, float embedding_scale, float residual_scale, float logit_scale,
-                float logit_softcap, int top_k, bool normalized, int position_offset, const OwnedWeights& weights,
+                float logit_softcap, int top_k, bool normalized, int position_offset, std::optional<int> all_heads,
+                std::optional<int> all_kv_heads, bool owns_kv_heads, int vocab_begin,
+                std::optional<int> vocab_end, bool first_stage, bool last_stage, const OwnedWeights& weights,
                 const std::string& cache_kind, const std::string& isa, int threads) {
                  const DecoderShape shape{
                      vocab_size, hidden_size, heads, kv_heads, head_dim,
                      norm == "rms" ? NormKind::rms : NormKind::layer, norm_eps, activation_named(activation), parallel,
                      norms_width, attention_scale, attention_softcap, embedding_scale, residual_scale, logit_scale,
-                     logit_softcap, top_k, normalized, position_offset};
+                     logit_softcap, top_k, normalized, position_offset, all_heads.value_or(heads),
+                     all_kv_heads.value_or(kv_heads), owns_kv_heads, vocab_begin,
+                     vocab_end.value_or(vocab_size), first_stage, last_stage};
+                 require(0 <= shape.vocab_begin && shape.vocab_begin <= shape.vocab_end && shape.vocab_end <= vocab_size,
+                         "the part of the vocabulary must be in it");
                  for (const LayerWeights& layer : weights.weights.layers) {
                      require(!layer.is_sparse() || (top_k > 0 && top_k <= int(layer.experts.experts.size()) &&
                                                     layer.experts.router.outputs >= int(layer.experts.experts.size())),
@@ -127,7 +133,10 @@ void bind_decoder(nb::module_& m) {
              nb::arg("parallel") = false, nb::arg("norms_width") = false, nb::arg("attention_scale"),
              nb::arg("attention_softcap") = 0.0f, nb::arg("embedding_scale") = 1.0f, nb::arg("residual_scale") = 1.0f,
              nb::arg("logit_scale") = 1.0f, nb::arg("logit_softcap") = 0.0f, nb::arg("top_k") = 0,
-             nb::arg("normalized") = false, nb::arg("position_offset") = 0, nb::arg("weights"), nb::arg("cache_kind"),
+             nb::arg("normalized") = false, nb::arg("position_offset") = 0, nb::arg("all_heads").none() = nb::none(),
+             nb::arg("all_kv_heads").none() = nb::none(), nb::arg("owns_kv_heads") = true, nb::arg("vocab_begin") = 0,
+             nb::arg("vocab_end").none() = nb::none(), nb::arg("first_stage") = true, nb::arg("last_stage") = true,
+             nb::arg("weights"), nb::arg("cache_kind"),
              nb::arg("isa"), nb::arg("threads"))
         .def(
             "set_weights", [](Decoder& self, const OwnedWeights& weights) { self.set_weights(weights.weights); },
@@ -173,6 +182,8 @@ void bind_decoder(nb::module_& m) {
             },
             nb::arg("slot"), nb::arg("adapter").none(),
             "Set the adapter of a slot from the next step on; the caller must keep it alive.")
+        .def("set_all_reduce", &Decoder::set_all_reduce, nb::arg("all_reduce"), nb::keep_alive<1, 2>(),
+             "Sum over the ranks of a tensor-parallel group in each step.")
         .def("set_sink_tokens", &Decoder::set_sink_tokens, nb::arg("count"),
              "First tokens of a sequence that stay visible in layers with a window.")
         .def("allocate_cache", &Decoder::allocate_cache, nb::arg("num_blocks"), nb::arg("block_size"))
@@ -184,7 +195,8 @@ void bind_decoder(nb::module_& m) {
                const std::vector<std::pair<Array<float, 2>, Array<float, 2>>>& rotary, MutableArray<float, 2> logits,
                MutableArray<float, 2> hidden, Array<int32_t> embedding_positions, Array<float, 2> embeddings,
                Array<int32_t, 2> slot_copies, Array<int32_t> tree_depths, Array<uint64_t> tree_masks,
-               std::optional<Array<int32_t>> adapter_slots) {
+               std::optional<Array<int32_t>> adapter_slots, std::optional<Array<float, 2>> received,
+               std::optional<MutableArray<float, 2>> sent) {
                 Step step{};
                 step.num_sequences = int(num_computed.size());
                 step.num_tokens = int(token_ids.size());
@@ -200,8 +212,8 @@ void bind_decoder(nb::module_& m) {
                 require(!step.num_slot_copies || slot_copies.shape(1) == 3, "a copy of a slot must be three numbers");
                 require(wanted_rows.size() == logits.shape(0) + hidden.shape(0),
                         "there must be a row of logits or of hidden states for each wanted token");
-                require(!step.num_logits || int(logits.shape(1)) == self.vocab_size(),
-                        "a row of logits must have vocab_size values");
+                require(!step.num_logits || int(logits.shape(1)) == self.shape().num_logits_columns(),
+                        "a row of logits must have a value for each token of the rank's vocabulary");
                 require(!hidden.shape(0) || int(hidden.shape(1)) == self.hidden_size(),
                         "a row of hidden states must have hidden_size values");
                 require(!step.num_embeddings || (int(embeddings.shape(0)) == step.num_embeddings &&
@@ -209,6 +221,14 @@ void bind_decoder(nb::module_& m) {
                         "embeddings must have a row of hidden_size for each position");
                 require(!adapter_slots || adapter_slots->size() == num_computed.size(),
                         "there must be a slot of an adapter for each sequence");
+                const auto is_stream = [&](const auto& rows) {
+                    return rows && rows->shape(0) == token_ids.size() && int(rows->shape(1)) == self.hidden_size();
+                };
+                require(self.shape().first_stage || is_stream(received), "a stage must get a row for each token");
+                require(self.shape().last_stage || (is_stream(sent) && !step.num_wanted),
+                        "a stage must send a row for each token, and has no logits");
+                step.received = received ? received->data() : nullptr;
+                step.sent = sent ? sent->data() : nullptr;
                 step.token_ids = token_ids.data();
                 step.query_start = query_start.data();
                 step.num_computed = num_computed.data();
@@ -240,10 +260,12 @@ void bind_decoder(nb::module_& m) {
             nb::arg("token_ids"), nb::arg("query_start"), nb::arg("num_computed"), nb::arg("block_tables"),
             nb::arg("block_copies"), nb::arg("wanted_rows"), nb::arg("rotary"), nb::arg("logits"), nb::arg("hidden"),
             nb::arg("embedding_positions"), nb::arg("embeddings"), nb::arg("slot_copies"), nb::arg("tree_depths"),
-            nb::arg("tree_masks"), nb::arg("adapter_slots").none() = nb::none(),
+            nb::arg("tree_masks"), nb::arg("adapter_slots").none() = nb::none(), nb::arg("received").none() = nb::none(),
+            nb::arg("sent").none() = nb::none(),
             "Run one step; see StepPlan. rotary: of each rotation that layers have, cosines and sines "
             "float32[tokens, rotary_dim / 2]; logits float32[rows, vocab_size] "
-            "is written.")
+            "is written. received, sent float32[tokens, hidden_size]: the residual stream from the previous stage and for "
+            "the next one.")
         .def(
             "row_states",
             [](Decoder& self, Array<int32_t> rows, MutableArray<float, 2> out) {

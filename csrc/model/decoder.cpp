@@ -71,9 +71,17 @@ void Decoder::step(const Step& step) {
     plan_attention(step);
     num_logits_rows_ = step.num_logits;
     team_.run([&](int) {
-        embed(step);
+        if (shape_.first_stage) {
+            embed(step);
+        } else {
+            receive(step);
+        }
         for (int index = 0; index < int(weights_.layers.size()); ++index) run_layer(step, index);
-        compute_logits(step);
+        if (shape_.last_stage) {
+            compute_logits(step);
+        } else {
+            send(step);
+        }
     });
 }
 
@@ -95,6 +103,7 @@ void Decoder::reserve(const Step& step) {
     x_.reserve(tokens * x_stride_);
     qkv_.reserve(tokens * qkv_stride_);
     attended_.reserve(tokens * attended_stride_);
+    if (shape_.norms_width && all_reduce_) squares_.reserve(2 * tokens);
     if (!adapters_.empty()) adapted_x_.reserve(std::max(tokens, wanted) * x_stride_);
     wanted_x_.reserve(wanted * x_stride_);
     wanted_attended_.reserve(wanted * attended_stride_);
@@ -119,7 +128,7 @@ void Decoder::reserve(const Step& step) {
             reserve_mlp(layer.experts.shared, rows);
         }
     }
-    input_.reserve(kernels_.describe_input(weights_.lm_head, step.num_logits));
+    if (shape_.last_stage) input_.reserve(kernels_.describe_input(weights_.lm_head, step.num_logits));
     if (!weights_.positions) return;
     positions_.resize(step.num_tokens);
     for (int sequence = 0; sequence < step.num_sequences; ++sequence) {
@@ -148,22 +157,14 @@ bool Decoder::can_fuse_pack(const Mlp& mlp) {
 
 void Decoder::embed(const Step& step) {
     team_.for_each(step.num_tokens, [&](int token) {
-        const int id = step.token_ids[token], hidden = shape_.hidden_size;
         float* out = x_.data() + token * x_stride_;
-        if (!weights_.embedding) {
-            kernels_.matrix_row(weights_.lm_head, id, out);
-        } else if (weights_.embedding_kind == WeightKind::f32) {
-            copy_row<float>(weights_.embedding, id, hidden, out);
-        } else if (weights_.embedding_kind == WeightKind::f16) {
-            copy_row<f16>(weights_.embedding, id, hidden, out);
-        } else {
-            copy_row<bf16>(weights_.embedding, id, hidden, out);
-        }
-        if (shape_.embedding_scale != 1) {
-            for (int i = 0; i < hidden; ++i) out[i] *= shape_.embedding_scale;
-        }
-        add_position(token, out);
+        embed_token(step.token_ids[token], out);
+        if (!all_reduce_) add_position(token, out);
     });
+    if (all_reduce_) {
+        sum_over_ranks(x_.data(), step.num_tokens);
+        team_.for_each(step.num_tokens, [&](int token) { add_position(token, x_.data() + token * x_stride_); });
+    }
     if (!step.num_embeddings) return;
     team_.for_each(step.num_embeddings, [&](int row) {
         const int token = step.embedding_positions[row];
@@ -171,6 +172,49 @@ void Decoder::embed(const Step& step) {
         std::copy_n(step.embeddings + int64_t(row) * shape_.hidden_size, shape_.hidden_size, out);
         add_position(token, out);
     });
+}
+
+// The scaled embedding of a token; zeros if another rank has it.
+void Decoder::embed_token(int id, float* out) const {
+    const int hidden = shape_.hidden_size;
+    if (id < shape_.vocab_begin || id >= shape_.vocab_end) {
+        std::fill_n(out, hidden, 0.0f);
+        return;
+    }
+    id -= shape_.vocab_begin;
+    if (!weights_.embedding) {
+        kernels_.matrix_row(weights_.lm_head, id, out);
+    } else if (weights_.embedding_kind == WeightKind::f32) {
+        copy_row<float>(weights_.embedding, id, hidden, out);
+    } else if (weights_.embedding_kind == WeightKind::f16) {
+        copy_row<f16>(weights_.embedding, id, hidden, out);
+    } else {
+        copy_row<bf16>(weights_.embedding, id, hidden, out);
+    }
+    if (shape_.embedding_scale != 1) {
+        for (int i = 0; i < hidden; ++i) out[i] *= shape_.embedding_scale;
+    }
+}
+
+// Copy the residual stream of the previous stage.
+void Decoder::receive(const Step& step) {
+    team_.for_each(step.num_tokens, [&](int token) {
+        std::copy_n(step.received + int64_t(token) * shape_.hidden_size, shape_.hidden_size,
+                    x_.data() + token * x_stride_);
+    });
+}
+
+// Copy the residual stream for the next stage.
+void Decoder::send(const Step& step) {
+    team_.for_each(step.num_tokens, [&](int token) {
+        std::copy_n(x_.data() + token * x_stride_, shape_.hidden_size,
+                    step.sent + int64_t(token) * shape_.hidden_size);
+    });
+}
+
+// Replace rows of the width of the residual stream by their sum over the ranks.
+void Decoder::sum_over_ranks(float* rows, int count) {
+    if (all_reduce_) all_reduce_->sum(team_, rows, count * x_stride_);
 }
 
 // Add the learned position embedding, if the model has one.
@@ -258,8 +302,9 @@ void Decoder::add_mlp(int index, float* x, int rows) {
     if (!directly) add_branch(layer.mlp_post_norm, x, rows);
 }
 
-// x += the branch's normed and scaled result.
+// x += the branch's normed and scaled result, summed over the ranks.
 void Decoder::add_branch(const Norm& post_norm, float* x, int rows) {
+    sum_over_ranks(branch_.data(), rows);
     team_.for_each(rows, [&](int row) {
         float* result = branch_.data() + row * x_stride_;
         norm_row(post_norm, result, result);
@@ -310,7 +355,7 @@ void Decoder::run_experts(int index, const Norm& norm, const float* x, int rows,
 }
 
 void Decoder::compute_logits(const Step& step) {
-    const int vocab = shape_.vocab_size;
+    const int vocab = shape_.num_logits_columns();
     const Input input = normed(wanted_x_.data(), weights_.final_norm, weights_.lm_head, step.num_logits);
     multiply(team_, kernels_, input, weights_.lm_head, step.logits, vocab, false);
     compute_hidden(step);

@@ -13,6 +13,7 @@
 #include "model/kv_cache.h"
 #include "model/sampler.h"
 #include "model/step.h"
+#include "parallel/all_reduce.h"
 #include "threads/thread_team.h"
 
 namespace neso {
@@ -26,6 +27,9 @@ class Decoder {
     // First tokens of a sequence that stay visible in layers with a window.
     void set_sink_tokens(int count) { sink_tokens_ = count; }
     int sink_blocks() const { return int(round_up(sink_tokens_, cache_->shape().block_size)) / cache_->shape().block_size; }
+    // Sum over the ranks of a tensor-parallel group, null without ranks. Call before the first step. The caller keeps it
+    // alive.
+    void set_all_reduce(AllReduce* all_reduce) { all_reduce_ = all_reduce; }
     // Set the adapter of a slot, null for none. Call between steps. The caller keeps the adapter alive.
     void set_adapter(int slot, const Adapter* adapter);
     const Adapter* adapter(int slot) const {
@@ -69,14 +73,22 @@ class Decoder {
     void reserve_mlp(const Mlp& mlp, int rows);
     static bool can_fuse_pack(const Mlp& mlp);
     // Whether the result of a branch is added to the residual stream unchanged.
-    bool adds_directly(const Norm& post_norm) const { return !post_norm.weight && shape_.residual_scale == 1; }
-    bool is_last(int layer) const { return layer + 1 == int(weights_.layers.size()); }
+    bool adds_directly(const Norm& post_norm) const {
+        return !post_norm.weight && shape_.residual_scale == 1 && !all_reduce_;
+    }
+    // Whether only requested rows pass the layer's MLP. No layer of the other pipeline stages does that.
+    bool is_last(int layer) const { return shape_.last_stage && layer + 1 == int(weights_.layers.size()); }
 
     // The following functions run on all threads at once.
     void embed(const Step& step);
+    void embed_token(int id, float* out) const;
+    void receive(const Step& step);
+    void send(const Step& step);
+    void sum_over_ranks(float* rows, int count);
     void add_position(int token, float* x) const;
     void run_layer(const Step& step, int index);
     void write_cache(const Step& step, int index);
+    void norm_width(int index, int tokens);
     void attend(int index, const Step& step);
     void gather_wanted_rows(const Step& step);
     const float* norm_row(const Norm& norm, const float* x, float* out) const;
@@ -94,6 +106,7 @@ class Decoder {
     DecoderWeights weights_;
     const CacheKind cache_kind_;
     int sink_tokens_ = 0;
+    AllReduce* all_reduce_ = nullptr;
     const Kernels& kernels_;
     ThreadTeam team_;
     std::unique_ptr<KVCache> cache_;
@@ -114,6 +127,7 @@ class Decoder {
     Buffer<float> qkv_;                         // queries, keys, values
     Buffer<float> attended_, wanted_attended_;  // results of attention
     Buffer<float> gates_, ups_;                 // used if the activation cannot be fused into their product
+    Buffer<float> squares_;                     // of norms over the heads of all ranks
     Buffer<float> branch_;                      // result of a branch that is normed or scaled before it is added
     Buffer<float> normed_, shared_;             // sparse layers: input, and output of the shared expert
     std::vector<int> positions_;                // of each token, if position embeddings are learned

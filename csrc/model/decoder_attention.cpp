@@ -1,5 +1,6 @@
 // Attention: the part of a layer that reads and writes the KV cache.
 #include <algorithm>
+#include <cmath>
 
 #include "model/decoder.h"
 
@@ -13,7 +14,7 @@ void Decoder::plan_attention(const Step& step) {
     last_plans_.clear();
     int parts = 0;
     for (size_t index = 0; index < weights_.layers.size(); ++index) {
-        const bool last = index + 1 == weights_.layers.size();
+        const bool last = is_last(int(index));
         const int window = weights_.layers[index].window;
         auto& plans = last ? last_plans_ : plans_;
         const auto same = [&](const AttentionPlan& plan) { return plan.window() == window; };
@@ -29,7 +30,7 @@ void Decoder::plan_attention(const Step& step) {
 
 const AttentionPlan& Decoder::plan_for(int layer) const {
     const int window = weights_.layers[layer].window;
-    const auto& plans = layer + 1 == int(weights_.layers.size()) ? last_plans_ : plans_;
+    const auto& plans = is_last(layer) ? last_plans_ : plans_;
     return *std::find_if(plans.begin(), plans.end(), [&](const auto& plan) { return plan.window() == window; });
 }
 
@@ -44,6 +45,7 @@ void Decoder::write_cache(const Step& step, int index) {
     if (step.num_slot_copies) {
         team_.for_each(1, [&](int) { cache_->copy_slots(index, step); });
     }
+    if (layer.query_norm && shape_.norms_width && all_reduce_) norm_width(index, step.num_tokens);
     team_.for_each(step.num_sequences, [&](int sequence) {
         const int first = step.query_start[sequence];
         const int32_t* table = step.block_tables + int64_t(sequence) * step.table_width;
@@ -51,7 +53,7 @@ void Decoder::write_cache(const Step& step, int index) {
             float* queries = qkv_.data() + token * qkv_stride_;
             float* keys = queries + shape_.query_size();
             const float* values = keys + shape_.kv_size();
-            if (layer.query_norm && shape_.norms_width) {
+            if (layer.query_norm && shape_.norms_width && !all_reduce_) {
                 kernels_.rms_norm(queries, layer.query_norm, shape_.norm_eps, shape_.query_size(), queries);
                 kernels_.rms_norm(keys, layer.key_norm, shape_.norm_eps, shape_.kv_size(), keys);
             }
@@ -70,6 +72,35 @@ void Decoder::write_cache(const Step& step, int index) {
                                      values + head * dim);
             }
         }
+    });
+}
+
+// Norm the queries and the keys of each token over the heads of all ranks.
+void Decoder::norm_width(int index, int tokens) {
+    const LayerWeights& layer = weights_.layers[index];
+    const auto sum_squares = [](const float* x, int count) {
+        float sum = 0;
+        for (int i = 0; i < count; ++i) sum += x[i] * x[i];
+        return sum;
+    };
+    const auto scale = [](float* x, const float* weight, int count, float factor) {
+        for (int i = 0; i < count; ++i) x[i] *= factor * weight[i];
+    };
+    team_.for_each(tokens, [&](int token) {
+        const float* queries = qkv_.data() + token * qkv_stride_;
+        float* sums = squares_.data() + 2 * token;
+        sums[0] = sum_squares(queries, shape_.query_size());
+        sums[1] = shape_.owns_kv_heads ? sum_squares(queries + shape_.query_size(), shape_.kv_size()) : 0;
+    });
+    all_reduce_->sum(team_, squares_.data(), 2 * int64_t(tokens));
+    team_.for_each(tokens, [&](int token) {
+        float* queries = qkv_.data() + token * qkv_stride_;
+        const float* sums = squares_.data() + 2 * token;
+        const auto factor = [&](float sum, int heads) {
+            return 1 / std::sqrt(sum / (heads * shape_.head_dim) + shape_.norm_eps);
+        };
+        scale(queries, layer.query_norm, shape_.query_size(), factor(sums[0], shape_.all_heads));
+        scale(queries + shape_.query_size(), layer.key_norm, shape_.kv_size(), factor(sums[1], shape_.all_kv_heads));
     });
 }
 

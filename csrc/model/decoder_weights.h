@@ -23,8 +23,13 @@ struct DecoderShape {
     int top_k;               // experts per token
     bool normalized;         // whether their weights are divided by their sum
     int position_offset;     // of the first row of learned positions
+    int all_heads, all_kv_heads; // of all ranks, for norms over all heads
+    bool owns_kv_heads;          // whether the keys count in the sum over the ranks, some of which may have the same
+    int vocab_begin, vocab_end;  // token ids of the rows of embedding and lm_head, which are split among ranks
+    bool first_stage, last_stage;  // of a pipeline: whether tokens are embedded, and whether logits are computed
 
     int query_size() const { return heads * head_dim; }
+    int num_logits_columns() const { return vocab_end - vocab_begin; }
     int kv_size() const { return kv_heads * head_dim; }
 };
 

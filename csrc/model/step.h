@@ -27,11 +27,13 @@ struct Step {
     const int32_t* tree_depths;   // [num_tokens], or null if no token is in a tree
     const uint64_t* tree_masks;   // [num_tokens] or null; 0: not in a tree
     std::vector<RotaryRows> rotary;
-    float* logits;                // [num_logits][vocab_size]
+    float* logits;                // [num_logits][vocab_end - vocab_begin]
     float* hidden;                // [num_wanted - num_logits][hidden_size]: after the last norm
     int num_embeddings;
     const int32_t* embedding_positions;  // [num_embeddings]: tokens given as embedding rows
     const float* embeddings;             // [num_embeddings][hidden_size]
+    const float* received;        // [num_tokens][hidden_size]: the residual stream of the previous stage, or null
+    float* sent;                  // [num_tokens][hidden_size]: the residual stream for the next stage, or null
 
     bool in_tree(int token) const { return tree_masks && tree_masks[token] != 0; }
     // Position of a token in its sequence. For tokens of a tree it differs from the slot index.

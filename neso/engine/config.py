@@ -53,6 +53,33 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         Meta(description="Threads of a CPU runner; by default the physical cores within the CPU quota."),
     ] = None
+    tensor_parallel_size: Annotated[
+        int, Meta(description="Number of ranks (processes) that each layer is split among.")
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Meta(description="Number of groups of ranks that the layers are distributed to.")
+    ] = 1
+    rank_address: Annotated[
+        str | None,
+        Meta(description="HOST:PORT for ranks started by mpirun or srun; by default the engine starts them."),
+    ] = None
+    rank_start_timeout: Annotated[
+        float, Meta(description="Seconds in which all ranks must have started and loaded their weights.")
+    ] = 600.0
+    data_parallel_size: Annotated[
+        int | None,
+        Meta(description="Number of engines that serve the model; without it, the count of instance_group."),
+    ] = None
+    cpus: Annotated[
+        str | None,
+        Meta(description='CPUs of the engine, such as 0-7,16; several engines: "0-7;8-15".'),
+    ] = None
+    device_ids: Annotated[
+        str | None,
+        Meta(
+            description='GPUs of the engine among the visible ones, such as 0,1; several engines: "0,1;2,3".'
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None, Meta(description="Maximum number of prompt and output tokens; the model's by default.")
     ] = None
@@ -118,9 +145,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig = SpeculationConfig()
 
     def __post_init__(self) -> None:
+        if self.data_parallel_size is not None and self.data_parallel_size < 1:
+            raise ValueError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
         for name in ("step_timeout", "heartbeat_timeout", "max_restarts", "restart_window"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.rank_start_timeout > 0:
+            raise ValueError(f"rank_start_timeout must be above 0, got {self.rank_start_timeout}")
+        if self.rank_address is not None and self.num_ranks == 1:
+            raise ValueError("rank_address needs tensor_parallel_size or pipeline_parallel_size above 1")
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that execute the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def tokenizer_path(self) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -29,11 +30,48 @@ def available_cores(root: Path = _ROOT, cpus: Iterable[int] | None = None) -> in
     `cpus` are the logical CPUs of the process, by default its affinity mask.
     """
     if cpus is None:
-        affinity = getattr(os, "sched_getaffinity", None)
-        cpus = affinity(0) if affinity else range(os.cpu_count() or 1)
+        cpus = _affinity()
     cores = len({_core_of(root, cpu) for cpu in cpus})
     quotas = [quota for group in _cgroups(root, "cpu") if (quota := _cpu_quota(group)) is not None]
     return max(1, int(min([cores, *quotas])))
+
+
+def split_cpus(parts: int, root: Path = _ROOT, cpus: Iterable[int] | None = None) -> list[list[int]]:
+    """Divide logical CPUs, by default the affinity mask of this process, into `parts` sets of almost equal size.
+
+    Hyperthreads of a core stay together, and cores are divided in the order of their NUMA nodes, so that no set spans
+    two nodes if `parts` is a multiple of the number of nodes. Sets overlap only if there are fewer cores than parts.
+    """
+    cores: dict[tuple[int, str], list[int]] = {}
+    for cpu in sorted(_affinity() if cpus is None else cpus):
+        cores.setdefault((_node_of(root, cpu), _core_of(root, cpu)), []).append(cpu)
+    ordered = [cores[key] for key in sorted(cores, key=lambda key: (key[0], cores[key]))]
+    if len(ordered) < parts:
+        return [ordered[part % len(ordered)] for part in range(parts)]
+    bounds = [part * len(ordered) // parts for part in range(parts + 1)]
+    return [sorted(chain.from_iterable(ordered[low:high])) for low, high in pairwise(bounds)]
+
+
+def parse_cpu_list(text: str) -> list[int]:
+    """Parse a list of CPUs in the kernel's notation: `0-3,8`. Raises `ValueError`."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise ValueError(f"expected CPUs such as 0-3,8, got '{text}'")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return sorted(cpus)
+
+
+def format_cpu_list(cpus: Iterable[int]) -> str:
+    """Format CPUs in the kernel's notation."""
+    ranges: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if ranges and ranges[-1][1] == cpu - 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
 
 
 def available_memory(root: Path = _ROOT) -> int:
@@ -45,6 +83,17 @@ def available_memory(root: Path = _ROOT) -> int:
         if limit is not None and usage is not None:
             available = min(available, limit - usage + _page_cache(group))
     return max(0, available)
+
+
+def _affinity() -> Iterable[int]:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return affinity(0) if affinity else range(os.cpu_count() or 1)
+
+
+def _node_of(root: Path, cpu: int) -> int:
+    """Return the NUMA node of a logical CPU; 0 if unknown."""
+    nodes = (root / f"sys/devices/system/cpu/cpu{cpu}").glob("node[0-9]*")
+    return min((int(node.name.removeprefix("node")) for node in nodes), default=0)
 
 
 def _core_of(root: Path, cpu: int) -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from medusa_files import NUM_HEADS, head_tensors, write_heads
+from peft_adapters import write_adapter
 
 from neso.engine.client.input_processor import InputProcessor
 from neso.engine.client.output_processor import PooledState, RequestState
@@ -314,3 +318,52 @@ class Mixed:
         assert (speculation.proposer is not None) == self._proposes, "proposing was given up"
         left["drafts without tokens"] = getattr(speculation.proposer, "_pending", None)
         assert {name: found for name, found in left.items() if found} == {}
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ngram": {"speculative": "ngram", "prompt_lookup_min": 1},
+    "draft model": {"speculative_model": "{same}", "draft_sample_method": "greedy"},
+    "other draft model": {"speculative_model": "{other}", "draft_sample_method": "greedy"},
+    "medusa": {"speculative": "medusa", "speculative_model": "{heads}"},
+}
+WINDOW = {"max_attention_window_size": 14, "sink_token_length": 3}
+
+
+class Files:
+    """The checkpoints, Medusa heads and adapters of the engines."""
+
+    def __init__(self, root: Path, same: Path, other: Path) -> None:
+        self.same = same
+        outputs = list(np.random.default_rng(0).normal(size=(NUM_HEADS, VOCAB, HIDDEN)))
+        heads = write_heads(root / "heads", head_tensors(outputs, scale=0.3, blocks=2))
+        self._paths = {"same": same, "other": other, "heads": heads}
+        self._adapters = {
+            name: str(write_adapter(same, root / name, seed=seed)) for seed, name in enumerate("ab")
+        }
+        self.alone = cache(self._alone)
+        self.catalogue = cache(self._catalogue)
+        self._plain = cache(self._open_plain)
+
+    def open(self, runner: str, *parts: dict[str, Any], **options: Any) -> Mixed:
+        for part in parts:
+            options |= part
+        return Mixed(str(self.same), runner=runner, **self.engine_options(options))
+
+    def engine_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options with those that name files of this object."""
+        if "speculative_model" in options:
+            path = options["speculative_model"].format(**self._paths)
+            options = {**options, "speculative_model": path}
+        own = {"adaptive_speculation": False, "lora_modules": self._adapters, "max_loras": 1}
+        return {"dtype": "float32", **own, **options}
+
+    def _open_plain(self, runner: str, windowed: bool) -> Mixed:
+        return self.open(runner, WINDOW if windowed else {}, num_blocks=64, enable_prefix_caching=False)
+
+    def _catalogue(self, runner: str = "native", windowed: bool = False) -> dict[str, AnyRequest]:
+        requested = with_prompt("long", {"ignore_eos": True})
+        return catalogue(self._plain(runner, windowed).alone("known", requested).tokens[0])
+
+    def _alone(self, name: str, runner: str, windowed: bool) -> Answer:
+        return self._plain(runner, windowed).alone(name, self.catalogue(runner, windowed)[name])

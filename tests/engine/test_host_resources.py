@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from neso.engine.host_resources import available_cores, available_memory
+from neso.engine.host_resources import (
+    available_cores,
+    available_memory,
+    format_cpu_list,
+    parse_cpu_list,
+    split_cpus,
+)
 
 V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
 V1_MOUNT = "31 30 0:28 {root} /sys/fs/cgroup/{name} rw,nosuid - cgroup cgroup rw,{name}"
@@ -141,6 +147,35 @@ def test_an_exceeded_limit_leaves_no_memory(tmp_path):
     files = {"sys/fs/cgroup/memory.max": "10", "sys/fs/cgroup/memory.current": "20"}
     write(tmp_path, {**memory(900 * MiB), **v2("/"), **files})
     assert available_memory(tmp_path) == 0
+
+
+def test_cpus_are_split_by_core(tmp_path):
+    write(tmp_path, cpus(8, threads_per_core=2))
+    assert split_cpus(2, tmp_path, range(8)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert split_cpus(3, tmp_path, range(8)) == [[0, 4], [1, 5], [2, 3, 6, 7]]
+    assert split_cpus(2, tmp_path, [0, 1, 2, 4]) == [[0, 4], [1, 2]], "CPUs outside the affinity are not used"
+
+
+def test_cpus_are_split_by_numa_node(tmp_path):
+    write(tmp_path, {f"sys/devices/system/cpu/cpu{cpu}/node{cpu % 2}/cpulist": "" for cpu in range(8)})
+    assert split_cpus(2, tmp_path, range(8)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert split_cpus(4, tmp_path, range(8)) == [[0, 2], [4, 6], [1, 3], [5, 7]]
+
+
+def test_cores_are_shared_if_there_are_fewer_than_parts(tmp_path):
+    assert split_cpus(4, tmp_path, [3, 5]) == [[3], [5], [3], [5]]
+
+
+@pytest.mark.parametrize(("text", "expected"), [("0", [0]), ("0-2,8", [0, 1, 2, 8]), ("8, 0-1", [0, 1, 8])])
+def test_cpu_list(text, expected):
+    assert parse_cpu_list(text) == expected
+    assert parse_cpu_list(format_cpu_list(expected)) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "1-", "-1", "1,,2"])
+def test_invalid_cpu_list(text):
+    with pytest.raises(ValueError, match="expected CPUs such as 0-3,8"):
+        parse_cpu_list(text)
 
 
 def test_this_machine():

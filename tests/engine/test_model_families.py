@@ -55,19 +55,6 @@ def test_engine_directory_tokens_equal_the_checkpoint(
     assert tokens(tmp_path / "engine") == tokens(checkpoint, **plain)
 
 
-@pytest.mark.parametrize("arch", ["phi3", "mixtral", "gpt_neox"])
-def test_ranks_have_shards(checkpoint_factory: Factory, tmp_path: Path, arch: str) -> None:
-    info = build_engine(checkpoint_factory(arch, **FAMILIES[arch]), tmp_path / "engine", RunnerOptions(), 2)
-    name = "layers.0.experts.3." if arch == "mixtral" else "layers.0."
-    assert info.matrices[name + "up"]["outputs"] == 40
-    assert info.matrices[name + "down"]["inputs"] == 40
-
-
-def test_norms_over_all_heads_are_not_split(checkpoint_factory: Factory, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedOption, match="norms over all heads"):
-        build_engine(checkpoint_factory("olmo2"), tmp_path / "engine", RunnerOptions(), 2)
-
-
 @pytest.mark.parametrize("arch", ["phi3", "mixtral", "gemma2"])
 def test_float8_checkpoints(checkpoint_factory: Factory, tmp_path: Path, arch: str) -> None:
     """The torch runner's tokens equal those of the dequantized checkpoint, rounded in the same way."""

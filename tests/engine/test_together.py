@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import random
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint, make_llava
-from medusa_files import HIDDEN, NUM_HEADS, VOCAB, head_tensors, write_heads
-from peft_adapters import write_adapter
-from request_mix import REGEX, Answer, AnyRequest, Mixed, catalogue, with_prompt
+from request_mix import METHODS, REGEX, WINDOW, AnyRequest, Files, Mixed, with_prompt
 
 from neso.engine.client.llm import LLM
 from neso.generation import DraftTokens, InvalidParameter, LoraRequest, SamplingParams
@@ -26,53 +22,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "static": {**TINY, "gpt_model_type": "static", "max_prefill_chunk": 9},
     "priorities": {**TINY, "priority_ageing_seconds": 0, "max_prefill_chunk": 16},
 }
-METHODS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "ngram": {"speculative": "ngram", "prompt_lookup_min": 1},
-    "draft model": {"speculative_model": "{same}", "draft_sample_method": "greedy"},
-    "other draft model": {"speculative_model": "{other}", "draft_sample_method": "greedy"},
-    "medusa": {"speculative": "medusa", "speculative_model": "{heads}"},
-}
-WINDOW = {"max_attention_window_size": 14, "sink_token_length": 3}
-
-
-class Files:
-    """The checkpoints, Medusa heads and adapters of the engines."""
-
-    def __init__(self, root: Path, same: Path, other: Path) -> None:
-        self.same = same
-        outputs = list(np.random.default_rng(0).normal(size=(NUM_HEADS, VOCAB, HIDDEN)))
-        heads = write_heads(root / "heads", head_tensors(outputs, scale=0.3, blocks=2))
-        self._paths = {"same": same, "other": other, "heads": heads}
-        self._adapters = {
-            name: str(write_adapter(same, root / name, seed=seed)) for seed, name in enumerate("ab")
-        }
-        self.alone = cache(self._alone)
-        self.catalogue = cache(self._catalogue)
-        self._plain = cache(self._open_plain)
-
-    def open(self, runner: str, *parts: dict[str, Any], **options: Any) -> Mixed:
-        for part in parts:
-            options |= part
-        if "speculative_model" in options:
-            options["speculative_model"] = options["speculative_model"].format(**self._paths)
-        return Mixed(
-            str(self.same),
-            runner=runner,
-            adaptive_speculation=False,
-            lora_modules=self._adapters,
-            **{"max_loras": 1, **options},
-        )
-
-    def _open_plain(self, runner: str, windowed: bool) -> Mixed:
-        return self.open(runner, WINDOW if windowed else {}, num_blocks=64, enable_prefix_caching=False)
-
-    def _catalogue(self, runner: str = "native", windowed: bool = False) -> dict[str, AnyRequest]:
-        requested = with_prompt("long", {"ignore_eos": True})
-        return catalogue(self._plain(runner, windowed).alone("known", requested).tokens[0])
-
-    def _alone(self, name: str, runner: str, windowed: bool) -> Answer:
-        return self._plain(runner, windowed).alone(name, self.catalogue(runner, windowed)[name])
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,11 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from neso.backends.llm.engine_sharing import EngineReconnector, EngineShare
+from neso.backends.llm.engine_supervisor import EngineSupervisor
+from neso.backends.llm.launched_ranks import with_launched_ranks
 from neso.backends.llm.metrics import LlmMetrics, RequestTimer
+from neso.backends.llm.orchestrator_mode import with_own_devices
 from neso.backends.option_files import (
     log_default_sampling,
     read_object,
@@ -23,8 +27,9 @@ from neso.backends.option_files import (
     resolve_relative,
 )
 from neso.backends.request_tensors import tensor_error_text
-from neso.backends.restarts import Restarts, restart_counter
-from neso.engine.client.async_engine import AsyncEngine, is_slow
+from neso.backends.restarts import restart_counter
+from neso.engine.client.async_requests import is_slow
+from neso.engine.client.engine_group import EngineGroup
 from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineBusy, EngineDead, EngineError
@@ -45,12 +50,14 @@ from neso.generation import (
     SamplingDefaults,
 )
 from neso.server.backend import Backend, ModelContext
+from neso.server.config.scheduling import available_gpus
 from neso.server.errors import (
     Cancelled,
     InternalError,
     InvalidArgument,
     NotFound,
     Overloaded,
+    Restarting,
     ServerError,
     Unavailable,
 )
@@ -233,10 +240,10 @@ class EngineBackend(Backend):
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
-        self._engine: AsyncEngine | None = None
+        self._config: EngineConfig
+        self._engine: EngineGroup | None = None
         self._metrics: LlmMetrics | None = None
-        self._restarting: asyncio.Task[None] | None = None
-        self._down = False  # the engine has failed too often and is not restarted
+        self._supervisor: EngineSupervisor | EngineReconnector | None = None
 
     @abstractmethod
     def engine_config(self) -> EngineConfig:
@@ -245,43 +252,50 @@ class EngineBackend(Backend):
     async def load(self) -> None:
         context = self.context
         config = await asyncio.to_thread(self.engine_config)
+        config = self._config = with_launched_ranks(config, context.name, context.backend_config)
         in_process = context.backend_config.get("in-process", "false").lower() == "true"
+        count = config.data_parallel_size or self.num_instances
+        gpus = [str(gpu) for gpu in available_gpus()]
         try:
-            engine = await AsyncEngine.start(config, in_process=in_process)
-        except EngineError as error:
-            raise InvalidArgument(str(error)) from None
-        counter = restart_counter(context.core.metrics, context.name, context.version)
-        self._restarts = Restarts(config.max_restarts, counter, config.restart_window)
-        engine.on_dead(self._on_dead)
+            config = with_own_devices(config, context, self, count, gpus)
+            engine = await EngineGroup.start(config, count, gpus=gpus, in_process=in_process)
+        except BaseException as error:
+            context.core.devices.release(self)
+            if isinstance(error, EngineError):
+                raise InvalidArgument(str(error)) from None
+            raise
         self._engine = engine
+        counter = restart_counter(context.core.metrics, context.name, context.version)
+        self._supervisor = EngineSupervisor(
+            context.name, engine, config, counter, self._on_restarted, context.core.on_lost
+        )
         info = engine.info
         self._metrics = LlmMetrics(
-            *(context.core.metrics, context.name, context.version, lambda: engine.stats, info),
+            *(context.core.metrics, context.name, context.version, engine),
             iterations=self.iteration_metrics,
         )
-        engine.on_stats(self._metrics.observe_step)
-        self._log_loaded(info)
+        self._log_loaded(info, count)
         if self.language_model is not None:
             log_default_sampling(
                 *(context.name, info.default_sampling),
                 *(config.generation_config, config.override_generation_config),
             )
 
-    def _log_loaded(self, info: EngineInfo) -> None:
+    def _log_loaded(self, info: EngineInfo, engines: int = 1) -> None:
         logger.info(
-            "model '%s' on %s in %.2f s, context %d tokens, KV cache %d blocks of %d tokens (%.0f MiB)",
-            *(self.context.name, info.runner, info.load_seconds, info.max_model_len),
+            "model '%s' on %s%s in %.2f s, context %d tokens, KV cache %d blocks of %d tokens (%.0f MiB)",
+            *(self.context.name, f"{engines} engines of " if engines > 1 else "", info.runner),
+            *(info.load_seconds, info.max_model_len),
             *(info.num_blocks, info.block_size, info.cache_bytes / 2**20),
         )
 
     async def unload(self) -> None:
         await self.request_tasks.end()
-        # A loop, because a restarted engine can end while this waits, which begins another restart.
-        while self._restarting is not None and not self._restarting.done():
-            self._restarting.cancel()
-            await asyncio.wait((self._restarting,))
+        if self._supervisor is not None:
+            await self._supervisor.stop()
         if self._engine is not None:
             await self._engine.stop()
+        self.context.core.devices.release(self)
         if self._metrics is not None:
             self._metrics.close()
 
@@ -289,28 +303,44 @@ class EngineBackend(Backend):
         return self._engine is not None and self._engine.alive
 
     def live(self) -> bool:
-        return not self._down
+        return self._supervisor is None or not self._supervisor.down
 
-    # -- restarts -----------------------------------------------------------------------------------------------
+    # -- several server processes -------------------------------------------------------------------------------
 
-    def _on_dead(self, reason: str) -> None:
-        logger.error("model '%s': %s", self.context.name, reason)
-        self._restarts.record_failure()
-        self._restarting = asyncio.get_running_loop().create_task(self._restart())
+    def share(self) -> EngineShare | None:
+        return EngineShare.of(self.engine, self._config)
 
-    async def _restart(self) -> None:
-        name = self.context.name
+    async def attach(self, client: int, number: int, address: str = "") -> tuple[int, str]:
+        """Let a front-end process use an engine; see `Attachment`. Raises `Unavailable`."""
+        engine = self.engine.engines[number]
+        try:
+            if address:
+                engine.attach(client, address)
+            return client, address or engine.client_address()
+        except EngineDead as error:
+            raise self._server_error(error) from None
 
-        def failed(error: Exception) -> None:
-            logger.error("model '%s': the engine could not be restarted: %s", name, error)
+    def detach(self, client: int) -> None:
+        for engine in self.engine.engines:
+            engine.detach(client)
 
-        info = await self._restarts.restart(self.engine.restart, failed)
-        if info is None:
-            self._down = True
-            logger.critical("model '%s': the engine has failed too often and is not restarted", name)
-            return
+    async def connect(self, share: EngineShare, attach: Callable[..., Any]) -> None:
+        context = self.context
+        self._config = share.config
+        try:
+            self._engine = engine = await share.connect(attach)
+        except EngineError as error:
+            raise Unavailable(str(error)) from None
+        self._metrics = LlmMetrics(
+            *(context.core.metrics, context.name, context.version, engine),
+            iterations=self.iteration_metrics,
+            counts_steps=False,
+        )
+        self._supervisor = EngineReconnector(engine, self._metrics.replace_engine)
+
+    def _on_restarted(self, info: EngineInfo) -> None:
         assert self._metrics is not None
-        self._metrics.replace_engine(info)
+        self._metrics.replace_engine()
         self._log_loaded(info)
 
     # -- text generation ----------------------------------------------------------------------------------------
@@ -326,8 +356,8 @@ class EngineBackend(Backend):
         return self if self.pooling is not None else None
 
     @property
-    def engine(self) -> AsyncEngine:
-        """The engine. Only available after `load`."""
+    def engine(self) -> EngineGroup:
+        """The engines of the model. Only available after `load`."""
         assert self._engine is not None, "the model is not loaded"
         return self._engine
 
@@ -472,8 +502,7 @@ class EngineBackend(Backend):
     def _server_error(self, error: EngineError) -> ServerError:
         message = f"model '{self.context.name}': {error}"
         if isinstance(error, EngineDead):
-            outlook = (
-                "and is not restarted" if self._down else "and is being restarted: retry the request later"
-            )
-            return Unavailable(f"{message} {outlook}")
+            if self.live():
+                return Restarting(f"{message} and is being restarted: retry the request later")
+            return Unavailable(f"{message} and is not restarted")
         return Overloaded(message) if isinstance(error, EngineBusy) else InternalError(message)

@@ -10,6 +10,8 @@ from functools import partial
 
 from neso.backends import generation_metrics as families
 from neso.backends.generation_metrics import GenerationMetrics
+from neso.engine.client.async_engine import AsyncEngine
+from neso.engine.client.engine_group import EngineGroup
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LoraConfig
@@ -68,11 +70,39 @@ _INFLIGHT_BATCHER = _trtllm_family(
 )
 _V1 = _trtllm_family("nv_trt_llm_v1_metrics", "TRT LLM v1-specific metrics", "v1_specific_metric")
 
+_QUEUED = Family(
+    "neso_group_queued_requests",
+    "gauge",
+    "Requests that wait until one of several engines has room for them.",
+)
+
+
+def _engine_family(name: str, kind: str, help: str) -> Family:
+    return Family(f"neso_engine_{name}", kind, help, ("model", "version", "engine"))
+
+
+_PER_ENGINE: dict[Family, Callable[[AsyncEngine], float]] = {
+    _engine_family("up", "gauge", "Whether the engine is running."): lambda e: e.alive,
+    _engine_family("requests", "gauge", "Requests in flight of the engine."): lambda e: e.num_requests,
+    _engine_family("running_sequences", "gauge", "Sequences in execution."): lambda e: e.stats.num_running,
+    _engine_family("kv_cache_usage", "gauge", "Fraction of the KV cache in use."): lambda e: _cache_usage(
+        e.stats
+    ),
+    _engine_family("steps_total", "counter", "Steps of the engine."): lambda e: e.stats.step,
+    _engine_family(
+        "prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache of the engine."
+    ): lambda e: e.stats.prefix_queried_tokens,
+    _engine_family(
+        "prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache of the engine."
+    ): lambda e: e.stats.prefix_hit_tokens,
+}
+"""Values of each engine of a model; `engine` is its number."""
+
 Read = Callable[[EngineStats], float]
 
 
 class EngineGauges:
-    """Gauges and counters of an engine, read from its `stats` at each scrape.
+    """Gauges and counters of the engines of a model, read at each scrape: sums, and a few for each engine.
 
     `iterations`: include TensorRT-LLM's statistics of iterations.
     """
@@ -82,15 +112,16 @@ class EngineGauges:
         registry: MetricsRegistry,
         model: str,
         version: str,
-        stats: Callable[[], EngineStats],
-        info: EngineInfo,
+        engine: EngineGroup,
         *,
         iterations: bool = True,
     ) -> None:
         self._registry = registry
         self._labels = (model, version)
-        self._stats = stats
+        self._engine = engine
         self._unwatch: list[Callable[[], None]] = []
+        info = engine.info
+        self._watch_engines()
         self._watch_vllm(info)
         self._watch_speculation(info)
         self._watch_logits_processors(info)
@@ -103,8 +134,18 @@ class EngineGauges:
             unwatch()
 
     def _watch(self, family: Family, read: Read, *labels: str) -> None:
-        stats = self._stats
-        self._unwatch.append(self._registry.watch(family, (*self._labels, *labels), lambda: read(stats())))
+        engine = self._engine
+        self._watch_value(family, lambda: read(engine.stats), *labels)
+
+    def _watch_value(self, family: Family, read: Callable[[], float], *labels: str) -> None:
+        self._unwatch.append(self._registry.watch(family, (*self._labels, *labels), read))
+
+    def _watch_engines(self) -> None:
+        group = self._engine
+        self._watch_value(_QUEUED, lambda: group.num_queued)
+        for number, engine in enumerate(group.engines):
+            for family, read in _PER_ENGINE.items():
+                self._watch_value(family, partial(read, engine), str(number))
 
     def _watch_vllm(self, info: EngineInfo) -> None:
         self._watch(families.REQUESTS_RUNNING, lambda s: s.num_running)
@@ -254,23 +295,26 @@ def _names(counts: Counter[str]) -> str:
 
 
 class LlmMetrics(GenerationMetrics):
-    """Metrics of a model's requests, and gauges of its engine."""
+    """Metrics of a model's requests, and gauges of its engine. `counts_steps`: also count the engine's steps."""
 
     def __init__(
         self,
         registry: MetricsRegistry,
         model: str,
         version: str,
-        stats: Callable[[], EngineStats],
-        info: EngineInfo,
+        engine: EngineGroup,
         *,
         iterations: bool = True,
+        counts_steps: bool = True,
     ) -> None:
         super().__init__(registry, model, version)
-        self.adapters = AdapterMetrics(registry, model, version, info.lora) if info.lora.enabled else None
-        self._make_gauges = partial(EngineGauges, registry, model, version, stats, iterations=iterations)
-        self._gauges = self._make_gauges(info)
-        self._steps = 0
+        lora = engine.info.lora
+        self.adapters = AdapterMetrics(registry, model, version, lora) if lora.enabled else None
+        self._make_gauges = partial(EngineGauges, registry, model, version, engine, iterations=iterations)
+        self._gauges = self._make_gauges()
+        self._steps = [0] * len(engine.engines)
+        for number, one in enumerate(engine.engines if counts_steps else ()):
+            one.on_stats(partial(self.observe_step, number))
         self.input_length, self.output_length = (
             registry.histogram(
                 Family(
@@ -284,16 +328,16 @@ class LlmMetrics(GenerationMetrics):
             for direction in ("input", "output")
         )
 
-    def observe_step(self, stats: EngineStats) -> None:
-        """Record engine statistics, which are also sent between steps."""
-        if stats.step > self._steps:
-            self._steps = stats.step
+    def observe_step(self, number: int, stats: EngineStats) -> None:
+        """Record the statistics of an engine, which are also sent between steps."""
+        if stats.step > self._steps[number]:
+            self._steps[number] = stats.step
             self.step_tokens.observe(stats.num_batched_tokens)
 
-    def replace_engine(self, info: EngineInfo) -> None:
+    def replace_engine(self) -> None:
         """Use the properties of a restarted engine: the size of its cache can be different."""
         self._gauges.close()
-        self._gauges = self._make_gauges(info)
+        self._gauges = self._make_gauges()
 
     def close(self) -> None:
         """Remove the gauges of an unloaded model; counters and histograms stay."""

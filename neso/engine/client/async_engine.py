@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Iterable
 
-from neso.engine.client.engine_client import Deliver, EngineClient, Output, load_engine_tokenizer
+from neso.engine.client.async_requests import AsyncRequests
+from neso.engine.client.engine_client import Deliver, EngineClient, load_engine_tokenizer
 from neso.engine.client.input_processor import InputProcessor
 from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
 from neso.engine.core.stats import EngineStats
 from neso.engine.errors import EngineDead, EngineError
-from neso.engine.ipc.channel import EngineChannel, open_channel
+from neso.engine.ipc.attached_channel import AttachedChannel, Attachment
+from neso.engine.ipc.channel import EngineChannel, ProcessChannel, open_channel
 from neso.engine.ipc.messages import (
+    SERVER,
+    Attach,
     CheckIntegrity,
     Command,
+    Detach,
     EngineInfo,
     Event,
     Integrity,
@@ -27,11 +32,9 @@ from neso.engine.text.tokenizer import EngineTokenizer
 from neso.engine.text.tokenizer_files import TokenizerError
 from neso.engine.vision.image_prompt import ImagePrompt, open_image_prompt
 from neso.generation import (
-    GenerationOutput,
     GenerationRequest,
     InvalidParameter,
     LoraRequest,
-    PooledOutput,
     PoolingInfo,
     PoolingRequest,
     SamplingDefaults,
@@ -39,11 +42,8 @@ from neso.generation import (
 
 logger = logging.getLogger(__name__)
 
-LARGE_INPUT = 8192
-"""Number of characters or tokens above which an input is processed in a thread, because it takes milliseconds."""
 
-
-class AsyncEngine(EngineClient):
+class AsyncEngine(EngineClient, AsyncRequests):
     """A `LanguageModel` and `PoolingModel` connected to an engine by a channel.
 
     Created by `start`; bound to its event loop. When the engine ends unexpectedly, the requests in flight fail, and
@@ -59,10 +59,12 @@ class AsyncEngine(EngineClient):
         images: ImagePrompt | None = None,
         *,
         in_process: bool = False,
+        client: int = SERVER,
     ) -> None:
-        super().__init__(self._send_command, info, tokenizer, images)
+        super().__init__(self._send_command, info, tokenizer, images, client)
         self._config, self._in_process = config, in_process
         self._images = images
+        self._attach: Attachment | None = None  # None for the process that has started the engine
         self._integrity: asyncio.Future[Integrity] | None = None
         self._on_dead: list[Callable[[str], None]] = []
         self._on_stats: list[Callable[[EngineStats], None]] = []
@@ -72,10 +74,19 @@ class AsyncEngine(EngineClient):
         self._connect(channel)
 
     @classmethod
-    async def start(cls, config: EngineConfig, *, in_process: bool = False) -> AsyncEngine:
-        """Start an engine and wait until its model is loaded. Raises `EngineError` if it cannot be loaded."""
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        in_process: bool = False,
+        tokenizer: asyncio.Future[EngineTokenizer] | None = None,
+    ) -> AsyncEngine:
+        """Start an engine and wait until its model is loaded. Raises `EngineError` if it cannot be loaded.
+
+        `tokenizer`: the tokenizer if it is shared with other engines.
+        """
         # Load the tokenizer while the engine process loads the weights.
-        loading = asyncio.ensure_future(asyncio.to_thread(load_engine_tokenizer, config))
+        loading = tokenizer or asyncio.ensure_future(asyncio.to_thread(load_engine_tokenizer, config))
         channel, info = await _open(config, in_process, loading)
         try:
             images = open_image_prompt(config.model, info.vision, config.max_image_pixels)
@@ -83,6 +94,56 @@ class AsyncEngine(EngineClient):
             await channel.close(timeout=0)
             raise
         return cls(config, channel, info, loading.result(), images, in_process=in_process)
+
+    @classmethod
+    async def connect(
+        cls, config: EngineConfig, attach: Attachment, tokenizer: asyncio.Future[EngineTokenizer]
+    ) -> AsyncEngine:
+        """Use the engine of another process, which restarts it. Raises `EngineError`, `ServerError`."""
+        channel, info = await _open_attached(attach)
+        try:
+            images = open_image_prompt(config.model, info.vision, config.max_image_pixels)
+            text = await tokenizer
+        except BaseException as error:
+            await channel.close(timeout=0)
+            if isinstance(error, TokenizerError):
+                raise EngineError(str(error)) from None
+            raise
+        engine = cls(config, channel, info, text, images, client=channel.client)
+        engine._attach = attach
+        return engine
+
+    async def _reconnect(self, attach: Attachment) -> EngineInfo:
+        """Connect to the engine again when the other process has restarted it. Raises `EngineError`, `ServerError`."""
+        channel, self.info = await _open_attached(attach)
+        self._input = InputProcessor(self.text, self.info, self._images)
+        self._connect(channel)
+        return self.info
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options of the engine."""
+        return self._config
+
+    @property
+    def can_be_attached(self) -> bool:
+        """Whether other processes can use the engine."""
+        return isinstance(self._channel, ProcessChannel)
+
+    def client_address(self) -> str:
+        """Return a new address for another process. Raises `EngineDead`."""
+        self._check_alive()
+        assert isinstance(self._channel, ProcessChannel)
+        return self._channel.client_address()
+
+    def attach(self, client: int, address: str) -> None:
+        """Let another process, which listens at `address`, use the engine. Raises `EngineDead`."""
+        self._check_alive()
+        self._send(Attach(client, address))
+
+    def detach(self, client: int) -> None:
+        """Abort the requests of another process."""
+        self._send(Detach(client))
 
     async def restart(self) -> EngineInfo:
         """Start the engine again after it has ended, with the same options and adapters. Raises `EngineError`.
@@ -93,6 +154,8 @@ class AsyncEngine(EngineClient):
         """
         assert not self.alive, "the engine is running"
         await self._channel.close(timeout=0)
+        if self._attach is not None:
+            return await self._reconnect(self._attach)
         if self._lost_loras is None:
             self._lost_loras = self._loras
         channel, info = await _open(self._config, self._in_process)
@@ -177,45 +240,6 @@ class AsyncEngine(EngineClient):
         self._check_alive()
         super().submit(state, deliver)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
-        """See `LanguageModel.generate`."""
-        state, outbox = await self._start(request)
-        try:
-            while True:
-                output = await outbox.get()
-                if isinstance(output, GenerationOutput):
-                    yield output
-                    if output.finished:
-                        return
-                elif isinstance(output, Exception):
-                    raise output
-        finally:
-            self.abort(state)
-
-    async def pool(self, request: PoolingRequest) -> PooledOutput:
-        """See `PoolingModel.pool`."""
-        state, outbox = await self._start(request)
-        try:
-            output = await outbox.get()
-            if isinstance(output, Exception):
-                raise output
-            assert isinstance(output, PooledOutput)
-            return output
-        finally:
-            self.abort(state)
-
-    async def _start(
-        self, request: GenerationRequest | PoolingRequest
-    ) -> tuple[RequestState | PooledState, asyncio.Queue[Output | Exception]]:
-        """Process and submit a request; returns its state and the queue of its outputs."""
-        if is_slow(request):
-            state = await asyncio.to_thread(self.process, request)
-        else:
-            state = self.process(request)
-        outbox: asyncio.Queue[Output | Exception] = asyncio.Queue()
-        self.submit(state, outbox.put_nowait)
-        return state, outbox
-
     async def check_integrity(self) -> EngineStats:
         """Check the KV-cache accounting. Raises `EngineError` if it is inconsistent or the engine has ended."""
         self._check_alive()
@@ -238,6 +262,16 @@ class AsyncEngine(EngineClient):
         self._check_alive()
         await self._change_lora(name)
         self._runtime_loras.pop(name, None)
+
+    async def catch_up(self, changes: Iterable[LoraRequest | str]) -> None:
+        """Make changes of adapters that were requested while the engine was restarted; errors are logged."""
+        for change in changes:
+            try:
+                await (self.unload_lora(change) if isinstance(change, str) else self.load_lora(change))
+            except EngineDead:
+                raise
+            except EngineError as error:
+                logger.error("a change of adapters cannot be made after a restart: %s", error)
 
     async def _change_lora(self, change: LoraRequest | str) -> None:
         results: asyncio.Queue[str] = asyncio.Queue()
@@ -296,13 +330,14 @@ class AsyncEngine(EngineClient):
         reader.cancel()
         self._earlier_stats = self.stats
         self.stats = EngineStats(num_blocks=self.info.num_blocks).after(self.stats)
+        # First the callbacks: the errors of the requests tell whether the engine is restarted.
+        if not self._restoring:  # otherwise `restart` raises
+            for callback in self._on_dead:
+                callback(reason)
         self.fail_all(EngineDead(reason))
         if self._integrity is not None:
             self._integrity.set_exception(EngineDead(reason))
             self._integrity = None
-        if not self._restoring:  # otherwise `restart` raises
-            for callback in self._on_dead:
-                callback(reason)
 
 
 async def _open(
@@ -313,27 +348,29 @@ async def _open(
     try:
         if loading is not None:
             await loading
-        event = await channel.receive_first()
-        if not isinstance(event, EngineInfo):
-            raise EngineError(event.message if isinstance(event, LoadFailed) else f"unexpected {event}")
+        info = await _first_info(channel)
     except BaseException as error:
         # Kill the engine without a grace period: an engine that is still loading does not read commands.
         await channel.close(timeout=0)
         if isinstance(error, TokenizerError):
             raise EngineError(str(error)) from None
         raise
-    return channel, event
+    return channel, info
 
 
-def is_slow(request: GenerationRequest | PoolingRequest) -> bool:
-    """Whether `AsyncEngine.process` can take milliseconds (long texts or lists, arrays, images): run it in a thread."""
-    if isinstance(request, PoolingRequest):
-        return len(request.prompt) > LARGE_INPUT or isinstance(request.prompt, tuple)
-    params = request.sampling
-    arrays = (request.prompt_embeds, request.prompt_embedding_table, request.draft)
-    lists = (request.prompt, params.allowed_token_ids or (), params.logit_bias, params.stop_token_ids)
-    return (
-        bool(request.images or params.bad_words or params.stop_words or params.embedding_bias)
-        or any(value is not None for value in arrays)
-        or any(len(values) > LARGE_INPUT for values in lists)
-    )
+async def _open_attached(attach: Attachment) -> tuple[AttachedChannel, EngineInfo]:
+    """Connect to an engine of another process. Raises `EngineError`, `ServerError`."""
+    channel = await AttachedChannel.open(attach)
+    try:
+        return channel, await _first_info(channel)
+    except BaseException:
+        await channel.close(timeout=0)
+        raise
+
+
+async def _first_info(channel: EngineChannel) -> EngineInfo:
+    """Return the properties of the model when it is loaded. Raises `EngineError`."""
+    event = await channel.receive_first()
+    if not isinstance(event, EngineInfo):
+        raise EngineError(event.message if isinstance(event, LoadFailed) else f"unexpected {event}")
+    return event

@@ -18,6 +18,7 @@ from neso.engine.config import EngineConfig
 from neso.engine.core.request import SequenceOutput
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import (
+    SERVER,
     Abort,
     Add,
     Command,
@@ -29,6 +30,7 @@ from neso.engine.ipc.messages import (
     StepOutputs,
     UnloadLora,
     Unsendable,
+    client_prefix,
 )
 from neso.engine.text.tokenizer import NO_TOKENIZER, EngineTokenizer, Tokenizer
 from neso.engine.vision.image_prompt import ImagePrompt
@@ -54,7 +56,8 @@ def load_engine_tokenizer(config: EngineConfig) -> EngineTokenizer:
 class EngineClient:
     """Requests in flight of one engine.
 
-    `send` sends a command to the engine and raises `Unsendable`; `handle` is called with its events.
+    `send` sends a command to the engine and raises `Unsendable`; `handle` is called with its events. `client`: number
+    of this client in the engine.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class EngineClient:
         info: EngineInfo,
         tokenizer: EngineTokenizer,
         images: ImagePrompt | None = None,
+        client: int = SERVER,
     ) -> None:
         self.info = info
+        self._prefix = client_prefix(client)
         self.text = tokenizer
         self.stats = EngineStats(num_blocks=info.num_blocks)
         self._send = send
@@ -81,8 +86,11 @@ class EngineClient:
 
     def process(self, request: GenerationRequest | PoolingRequest) -> RequestState | PooledState:
         """Tokenize and check a request. Thread-safe; see `is_slow`. Raises `InvalidParameter`."""
-        if not request.request_id:
-            request = replace(request, request_id=f"request-{next(self._ids)}")
+        name = request.request_id or f"request-{next(self._ids)}"
+        if name.startswith("\0"):
+            raise InvalidParameter("request_id", "must not begin with a NUL character")
+        if self._prefix or not request.request_id:
+            request = replace(request, request_id=f"{self._prefix}{name}")
         if isinstance(request, PoolingRequest):
             return PooledState(self._input.process_pooling(request))
         return RequestState(self._input.process(request), self.text if request.detokenize else NO_TOKENIZER)

@@ -69,11 +69,16 @@ class LLM:
         if registered:
             options["logits_processors"] = {n: v for n, v in registered.items() if n not in processors}
         config = EngineConfig.from_options(str(directory), options)
+        for name in ("data_parallel_size", "cpus", "device_ids"):
+            if getattr(config, name) is not None:
+                raise EngineError(
+                    f"{name} is an option of the server; this engine runs in the calling process"
+                )
         self.tokenizer = load_engine_tokenizer(config)
         self.core, self.info = load_engine(config, processors)
         images = open_image_prompt(directory, self.info.vision, config.max_image_pixels)
         self._client = EngineClient(self._send, self.info, self.tokenizer, images)
-        self._service = EngineService(self.core, self._client.handle)
+        self._service = EngineService(self.core, self._client.handle, self._client.handle)
 
     def generate(
         self,

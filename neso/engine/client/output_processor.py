@@ -8,6 +8,7 @@ import numpy as np
 
 from neso.engine.core.request import EngineRequest, PositionLogprobs, SequenceOutput
 from neso.engine.errors import EngineBusy, EngineError
+from neso.engine.ipc.messages import own_id
 from neso.engine.text.stop_strings import SequenceText, StopWordFilter, StopWords
 from neso.engine.text.tokenizer import EngineTokenizer
 from neso.generation import (
@@ -54,6 +55,7 @@ class RequestState:
     tokenizer: EngineTokenizer
     finished: bool = False
     stopped: list[int] = field(default_factory=list)
+    _id: str = field(init=False)
     _sequences: list[_SequenceState] = field(init=False)
     _completion_tokens: int = 0
     _cached_tokens: int = 0
@@ -67,6 +69,7 @@ class RequestState:
     _started: bool = False
 
     def __post_init__(self) -> None:
+        self._id = own_id(self.request.request_id)
         params = self.request.sampling
         num_sequences = params.best_of or params.n
         hides_stop_words = params.stop_words and not params.include_stop_str_in_output
@@ -123,7 +126,7 @@ class RequestState:
         first, self._started = not self._started, True
         request = self.request
         return GenerationOutput(
-            request_id=request.request_id,
+            request_id=self._id,
             outputs=deltas,
             usage=Usage(
                 prompt_tokens=len(request.prompt_token_ids),

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Protocol
 
 from neso.engine.core.kv_manager import KVCacheManager
+from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import STATIC_BATCHING, BatchSchedulerPolicy, GptModelType
 from neso.engine.core.sequence import Sequence, scheduling_order
 from neso.engine.core.stats import StaticBatchStats
@@ -17,6 +18,11 @@ from neso.engine.core.stats import StaticBatchStats
 
 class QueueFull(Exception):
     """The waiting queue has reached its limit."""
+
+
+def expiry_message(request: EngineRequest) -> str:
+    """Return the error of a request that has waited for its queue_timeout_ms."""
+    return f"the request has waited for queue_timeout_ms, {request.queue_timeout_ms:g} ms"
 
 
 class WaitingQueue(list[Sequence]):

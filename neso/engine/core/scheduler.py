@@ -100,6 +100,10 @@ class Scheduler:
         self.num_sync_only += sequence.sync_only
         return sequence
 
+    def request_ids(self) -> list[str]:
+        """Return the ids of the requests in flight."""
+        return list(self._sequences_of)
+
     def sequences_of(self, request_id: str) -> list[Sequence]:
         """Return the unreleased sequences of a request."""
         return list(self._sequences_of.get(request_id, ()))

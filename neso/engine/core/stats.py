@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -99,6 +101,15 @@ class LogitsProcessorStats(msgspec.Struct, array_like=True):
         )
 
 
+def _merged_processors(
+    first: dict[str, LogitsProcessorStats], second: dict[str, LogitsProcessorStats]
+) -> dict[str, LogitsProcessorStats]:
+    merged = dict(first)
+    for name, stats in second.items():
+        merged[name] = stats.plus(merged[name]) if name in merged else stats
+    return merged
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges as of the last step, and counters since the start.
 
@@ -136,9 +147,31 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     def after(self, earlier: EngineStats) -> EngineStats:
         """Return these statistics with the counters of `earlier` added: those of an engine that was restarted."""
         counts = {name: getattr(self, name) + getattr(earlier, name) for name in _COUNTERS}
-        processors = dict(earlier.logits_processors)
-        for name, stats in self.logits_processors.items():
-            processors[name] = stats.plus(processors[name]) if name in processors else stats
         return msgspec.structs.replace(
-            self, **counts, drafts=self.drafts.plus(earlier.drafts), logits_processors=processors
+            self,
+            **counts,
+            drafts=self.drafts.plus(earlier.drafts),
+            logits_processors=_merged_processors(earlier.logits_processors, self.logits_processors),
         )
+
+    @staticmethod
+    def sum(engines: Sequence[EngineStats]) -> EngineStats:
+        """Return the sums of the gauges and counters of the engines of a model."""
+        if len(engines) == 1:
+            return engines[0]
+        numbers = {name: sum(getattr(stats, name) for stats in engines) for name in _NUMBERS}
+        return EngineStats(
+            **numbers,
+            drafts=reduce(DraftStats.plus, (stats.drafts for stats in engines)),
+            static_batch=StaticBatchStats(
+                *map(sum, zip(*(stats.static_batch for stats in engines), strict=True))
+            ),
+            logits_processors=reduce(_merged_processors, (stats.logits_processors for stats in engines)),
+        )
+
+
+_NUMBERS = tuple(
+    name
+    for name in EngineStats.__struct_fields__
+    if name not in ("drafts", "static_batch", "logits_processors")
+)

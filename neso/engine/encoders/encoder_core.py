@@ -71,6 +71,10 @@ class EncoderCore:
         self._waiting.add(sequence)
         return []
 
+    def request_ids(self) -> list[str]:
+        """Return the ids of the requests in flight."""
+        return list(self._sequences)
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drop a request; unknown ids are ignored."""
         sequence = self._sequences.pop(request_id, None)

@@ -18,9 +18,20 @@ import zmq.asyncio
 
 from neso.engine.config import EngineConfig
 from neso.engine.diagnostics.watchdog import HANG_STATUS, StepWatchdog
-from neso.engine.errors import EngineDead
+from neso.engine.errors import EngineDead, EngineError
 from neso.engine.ipc.engine_process import run_engine
-from neso.engine.ipc.messages import Command, Event, Shutdown, Unsendable, command_encoder, event_decoder
+from neso.engine.ipc.heartbeat import HeartbeatReader
+from neso.engine.ipc.messages import (
+    ONE_PROCESS,
+    Command,
+    Event,
+    Shutdown,
+    Unsendable,
+    command_encoder,
+    event_decoder,
+)
+from neso.engine.parallel.launcher import launcher_sockets
+from neso.engine.placement import visible_devices
 
 
 class EngineChannel:
@@ -104,13 +115,28 @@ class ProcessChannel(EngineChannel):
         self._alive, child_end = os.pipe()
         os.set_blocking(self._alive, False)
         self._timeout = config.heartbeat_timeout
+        self._heartbeats = HeartbeatReader()
         self._silent_checks = 0
+        self._num_clients = 0
         self._hang = ""
         self._timer: asyncio.TimerHandle | None = None
-        command = [sys.executable, "-m", "neso.engine.ipc.engine_process", address, str(child_end)]
+        module = (
+            "neso.engine.ipc.engine_process" if config.num_ranks == 1 else "neso.engine.parallel.supervisor"
+        )
+        command = [
+            sys.executable,
+            "-m",
+            module,
+            address,
+            str(child_end),
+            msgspec.json.encode(config).decode(),
+        ]
         try:
             self.process = subprocess.Popen(
-                [*command, msgspec.json.encode(config).decode()], stdin=subprocess.PIPE, pass_fds=(child_end,)
+                command,
+                stdin=subprocess.PIPE,
+                pass_fds=(child_end, *launcher_sockets(config)),
+                env=_environment(config),
             )
         except OSError:  # too little memory, for example
             os.close(self._alive)
@@ -123,6 +149,11 @@ class ProcessChannel(EngineChannel):
             self._check_later(max(self._timeout, config.step_timeout))
         # The child has the only write end of this pipe, so the read end reports EOF however the child ends.
         self._loop.add_reader(self._alive, self._on_heartbeat)
+
+    def client_address(self) -> str:
+        """Return a new address at which another client of the engine can listen."""
+        self._num_clients += 1
+        return f"ipc://{self._directory}/client-{self._num_clients}"
 
     def on_loaded(self) -> None:
         if self._timer is not None:
@@ -145,6 +176,7 @@ class ProcessChannel(EngineChannel):
         except BlockingIOError:
             return
         if received:
+            self._heartbeats.feed(received)
             self._silent_checks = 0
         else:
             self._on_exit()
@@ -170,7 +202,16 @@ class ProcessChannel(EngineChannel):
         if self.process.stdin is not None:
             self.process.stdin.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-        self.dead.set_result(f"the engine process has ended ({self._hang or _describe_exit(code)})")
+        self.dead.set_result(
+            f"the engine process has ended ({self._heartbeats.reason or self._hang or _describe_exit(code)})"
+        )
+
+
+def _environment(config: EngineConfig) -> dict[str, str]:
+    """Return the environment of an engine process: its GPUs are `device_ids`."""
+    if config.device_ids is None:
+        return dict(os.environ)
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": visible_devices(config.device_ids)}
 
 
 def _describe_exit(code: int) -> str:
@@ -214,5 +255,7 @@ class ThreadChannel(EngineChannel):
 
 
 def open_channel(config: EngineConfig, *, in_process: bool) -> EngineChannel:
-    """Start an engine; see `EngineChannel.receive_first`."""
+    """Start an engine; see `EngineChannel.receive_first`. Raises `EngineError` for ranks in this process."""
+    if in_process and config.num_ranks > 1:
+        raise EngineError(ONE_PROCESS)
     return ThreadChannel(config) if in_process else ProcessChannel(config)

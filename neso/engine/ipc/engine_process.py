@@ -6,13 +6,11 @@ the write end of a pipe whose other end the client reads, see `Heartbeat`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -24,11 +22,16 @@ from neso.engine.core.request import SequenceOutput
 from neso.engine.diagnostics.watchdog import HANG_STATUS, StepWatchdog
 from neso.engine.encoders.encoder_core import EncoderCore
 from neso.engine.errors import EngineError
+from neso.engine.host_resources import parse_cpu_list
+from neso.engine.ipc.clients import EngineClients
+from neso.engine.ipc.heartbeat import Heartbeat
 from neso.engine.ipc.messages import (
     Abort,
     Add,
+    Attach,
     CheckIntegrity,
     Command,
+    Detach,
     EngineInfo,
     Event,
     Integrity,
@@ -38,10 +41,8 @@ from neso.engine.ipc.messages import (
     LoraDone,
     LoraNames,
     Shutdown,
-    StepOutputs,
     UnloadLora,
-    decode_commands,
-    event_encoder,
+    client_of,
 )
 from neso.engine.loop.engine_core import EngineCore
 from neso.engine.lora.config import LORA_DISABLED, AdapterError
@@ -53,11 +54,17 @@ Core = EngineCore | EncoderCore
 
 
 class EngineService:
-    """Applies commands to an engine core. Outputs are returned, other events are passed to `emit`."""
+    """Applies commands to an engine core.
 
-    def __init__(self, core: Core, emit: Callable[[Event], None]) -> None:
+    Outputs are returned. Other events are passed to `emit`, and those for all clients to `emit_to_all`.
+    """
+
+    def __init__(
+        self, core: Core, emit: Callable[[Event], None], emit_to_all: Callable[[Event], None]
+    ) -> None:
         self.core = core
         self._emit = emit
+        self._emit_to_all = emit_to_all
         self._lora = (
             core.addon(LoraManager) if isinstance(core, EngineCore) else None
         )  # encoders do not support adapters
@@ -121,7 +128,17 @@ class EngineService:
         lora = self._lora
         if lora is not None and lora.revision != self._lora_revision:
             self._lora_revision = lora.revision
-            self._emit(LoraNames(lora.names()))
+            self._emit_to_all(LoraNames(lora.names()))
+
+    def lora_names(self) -> list[Event]:
+        """Return the event with the loaded adapters."""
+        return [] if self._lora is None else [LoraNames(self._lora.names())]
+
+    def abort_all(self, client: int) -> None:
+        """Abort the requests of a client."""
+        for request_id in self.core.request_ids():
+            if client_of(request_id) == client:
+                self.core.abort(request_id)
 
     def _check_integrity(self) -> Integrity:
         try:
@@ -136,9 +153,10 @@ class EngineService:
 class EngineLoop:
     """Receives commands, runs steps and sends events. Blocks in the socket when there is no work."""
 
-    def __init__(self, socket: zmq.Socket[bytes], core: Core, watchdog: StepWatchdog) -> None:
-        self._socket = socket
-        self._service = EngineService(core, lambda event: _send(socket, event))
+    def __init__(self, clients: EngineClients, core: Core, info: EngineInfo, watchdog: StepWatchdog) -> None:
+        self._clients = clients
+        self._info = info
+        self._service = EngineService(core, clients.send, clients.send_all)
         self._watchdog = watchdog
 
     def run(self) -> None:
@@ -146,34 +164,29 @@ class EngineLoop:
         core = self._service.core
         while True:
             outputs: list[SequenceOutput] = []
-            commands = self._receive(block=not core.has_work)
+            commands = self._clients.receive(block=not core.has_work)
             self._watchdog.begin()
             for command in commands:
                 if isinstance(command, Shutdown):
                     return
-                outputs += self._service.apply(command)
+                if isinstance(command, Attach | Detach):
+                    self._change_clients(command)
+                else:
+                    outputs += self._service.apply(command)
             stepped = core.has_work
             if stepped:
                 outputs += self._service.step()
             self._watchdog.end()
             # Send statistics even without outputs, after an abort or a prefill chunk, so that the client's are current.
             if stepped or outputs or commands:
-                _send(self._socket, StepOutputs(outputs, core.stats()))
+                self._clients.send_step(outputs, core.stats())
 
-    def _receive(self, *, block: bool) -> list[Command | InvalidCommand]:
-        """Return all pending commands."""
-        commands = list(decode_commands(self._socket.recv())) if block else []
-        while True:
-            try:
-                commands += decode_commands(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return commands
-
-
-def _send(socket: zmq.Socket[bytes], event: Event) -> None:
-    # Without a high-water mark, sending blocks only without a peer; the event is then not needed.
-    with contextlib.suppress(zmq.Again):
-        socket.send(event_encoder.encode(event), zmq.NOBLOCK)
+    def _change_clients(self, command: Attach | Detach) -> None:
+        self._service.abort_all(command.client)
+        if isinstance(command, Attach):
+            self._clients.attach(command, self._info, *self._service.lora_names())
+        else:
+            self._clients.detach(command.client)
 
 
 def run_engine(
@@ -182,50 +195,25 @@ def run_engine(
     watch: Callable[[Core], StepWatchdog],
 ) -> None:
     """Load a model and serve it until `Shutdown`. Closes the socket."""
+    clients = EngineClients(socket)
     try:
         try:
             core, info = load()
         except EngineError as error:
-            _send(socket, LoadFailed(str(error)))
+            clients.send(LoadFailed(str(error)))
             return
         except Exception as error:
             logger.exception("loading the model failed")
-            _send(socket, LoadFailed(f"{type(error).__name__}: {error}"))
+            clients.send(LoadFailed(f"{type(error).__name__}: {error}"))
             return
-        _send(socket, info)
+        clients.send(info)
         watchdog = watch(core)
         try:
-            EngineLoop(socket, core, watchdog).run()
+            EngineLoop(clients, core, info, watchdog).run()
         finally:
             watchdog.close()
     finally:
-        socket.close(linger=1000)
-
-
-class Heartbeat:
-    """A thread that regularly writes a byte to a pipe, as long as this process runs and its threads get the GIL.
-
-    The client kills a process that is silent for `heartbeat_timeout` seconds. A thread, because the main thread writes
-    nothing during a step, which may be long.
-    """
-
-    def __init__(self, fd: int, timeout: float) -> None:
-        os.set_inheritable(fd, False)  # the client detects the end of this process by the end of the pipe
-        os.set_blocking(fd, False)
-        self._fd, self._interval = fd, heartbeat_interval(timeout)
-        if timeout:
-            threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
-
-    def _run(self) -> None:
-        while True:
-            with contextlib.suppress(BlockingIOError):  # a stopped client does not read
-                os.write(self._fd, b".")
-            time.sleep(self._interval)
-
-
-def heartbeat_interval(timeout: float) -> float:
-    """Return the seconds between two heartbeats."""
-    return min(1.0, timeout / 8)
+        clients.close()
 
 
 def main(address: str, heartbeat_fd: str, config_json: str) -> None:
@@ -234,8 +222,10 @@ def main(address: str, heartbeat_fd: str, config_json: str) -> None:
 
     # Ctrl-C is sent to the whole process group; the client decides when its engines end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True, name="parent-watch").start()
     config = msgspec.json.decode(config_json, type=EngineConfig)
+    if config.cpus is not None:  # before threads start, because they inherit it
+        os.sched_setaffinity(0, parse_cpu_list(config.cpus))
+    threading.Thread(target=_exit_with_parent, daemon=True, name="parent-watch").start()
     Heartbeat(int(heartbeat_fd), config.heartbeat_timeout)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

@@ -16,6 +16,8 @@ from neso.generation.pooling import PoolingInfo
 from neso.generation.request import LoraRequest
 from neso.generation.sampling_params import SamplingDefaults
 
+ONE_PROCESS = "tensor_parallel_size and pipeline_parallel_size need `neso serve`: this engine has one process"
+
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
     """Start a request."""
@@ -48,11 +50,42 @@ class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
     name: str
 
 
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """Serve another client, which has bound a pair socket to `address`; its first event is `EngineInfo`."""
+
+    client: int
+    address: str
+
+
+class Detach(msgspec.Struct, frozen=True, tag="detach"):
+    """Abort the requests of a client that has ended, and close its socket."""
+
+    client: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the process."""
 
 
-Command = Add | Abort | CheckIntegrity | LoadLora | UnloadLora | Shutdown
+Command = Add | Abort | CheckIntegrity | LoadLora | UnloadLora | Attach | Detach | Shutdown
+
+SERVER = 0
+"""Number of the client that has started the engine."""
+
+
+def client_prefix(client: int) -> str:
+    """Return the beginning of the request ids of a client. Ids of `SERVER` do not begin with a NUL."""
+    return "" if client == SERVER else f"\0{client}\0"
+
+
+def client_of(request_id: str) -> int:
+    """Return the number of the client that has sent a request."""
+    return int(request_id[1 : request_id.index("\0", 1)]) if request_id.startswith("\0") else SERVER
+
+
+def own_id(request_id: str) -> str:
+    """Return a request id without the prefix of its client."""
+    return request_id[request_id.index("\0", 1) + 1 :] if request_id.startswith("\0") else request_id
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):

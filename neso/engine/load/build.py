@@ -15,14 +15,23 @@ import numpy.typing as npt
 
 from neso import __version__
 from neso.engine.host_resources import available_cores
+from neso.engine.parallel.layout import RankLayout
+from neso.engine.parallel.sharding import open_tensors, shard_of
 from neso.engine.runners.native.packed_decoder import Item, count_items, dense_dtype, pack_items, write_rank
-from neso.engine.runners.native.tensor_parallel import ShardedTensors, shard_spec
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.specs.decoder_spec import DecoderSpec, TensorPart, all_tensors
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.text.tokenizer import Tokenizer
 from neso.engine.weights.checkpoint import SINGLE_FILE, open_source
-from neso.engine.weights.engine_directory import BUILD_FIELD, CONFIG_FILE, FORMAT, BuildInfo, EngineDirectory
+from neso.engine.weights.engine_directory import (
+    BUILD_FIELD,
+    CONFIG_FILE,
+    FORMAT,
+    BuildInfo,
+    EngineDirectory,
+    packed_file,
+    read_build_info,
+)
 from neso.engine.weights.model_tensors import DecoderTensors
 from neso.engine.weights.quantized import Float8Matrix, dense
 from neso.engine.weights.safetensors_file import SafetensorsWriter
@@ -38,33 +47,28 @@ def build_engine(
     target: Path,
     options: RunnerOptions,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    rank: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> BuildInfo:
     """Convert a checkpoint directory or a GGUF file to an engine directory; `target` must be empty or not exist.
 
-    `progress` is called with the number of finished tensors and their total. Raises `CheckpointError`,
+    With a `rank`, only its files are written, and `target` may have those of other ranks of the same build. `progress`
+    is called with the number of finished tensors of all ranks and their total. Raises `CheckpointError`,
     `UnsupportedModel`, `UnsupportedOption`; `FileExistsError` when the target is not empty.
     """
     if options.quantization == "fp8":
         raise UnsupportedOption(
             "fp8 weights are for GPUs, engine directories for CPUs; build_float8 makes them"
         )
-    if tensor_parallel < 1:
-        raise UnsupportedOption(f"tensor_parallel must be at least 1, got {tensor_parallel}")
+    layouts = _layouts(tensor_parallel, pipeline_parallel, rank)
     threads = options.num_threads or available_cores()
     with open_source(model) as source:
         if isinstance(source, EngineDirectory):
             raise UnsupportedOption(f"{model} is an engine directory already")
         spec = decoder_spec(source.config)
-        rank_spec = shard_spec(spec, tensor_parallel)
+        shards = [shard_of(spec, layout) for layout in layouts]
         dtype = str(dense_dtype(DecoderTensors(spec, source), options))
-        prepare_target(target)
-        matrices = {}
-        for rank in range(tensor_parallel):
-            whole = DecoderTensors(spec, source)
-            tensors = ShardedTensors(spec, source, rank, tensor_parallel) if tensor_parallel > 1 else whole
-            items = pack_items(tensors, options, threads)
-            matrices = write_rank(target, rank, rank_spec, _counted(items, spec, progress))
         info = BuildInfo(
             format=FORMAT,
             neso_version=__version__,
@@ -72,22 +76,45 @@ def build_engine(
             dtype=dtype,
             quantization=options.quantization,
             tensor_parallel=tensor_parallel,
-            matrices=matrices,
+            pipeline_parallel=pipeline_parallel,
         )
+        if rank is None:
+            prepare_target(target)
+        else:
+            _prepare_rank(target, rank, info)
+        done, total = 0, sum(count_items(shard.spec) for shard in shards)
+        for shard in shards:
+            items = pack_items(open_tensors(shard, source), options, threads)
+            write_rank(target, shard.layout, shard.spec, _counted(items, done, total, progress))
+            done += count_items(shard.spec)
         # Written last: it marks the directory as complete.
         config = {**source.config, BUILD_FIELD: msgspec.to_builtins(info)}
-        (target / CONFIG_FILE).write_text(json.dumps(config, indent=1))
+        # Replaced in one operation, because the builds of other ranks may read it.
+        written = target / f"{CONFIG_FILE}.{layouts[0].rank}"
+        written.write_text(json.dumps(config, indent=1))
+        written.replace(target / CONFIG_FILE)
     copy_text_files(model, target)
     return info
 
 
+def _layouts(tensor_parallel: int, pipeline_parallel: int, rank: int | None) -> list[RankLayout]:
+    """Return the ranks to build. Raises `UnsupportedOption`."""
+    try:
+        first = RankLayout(rank or 0, tensor_parallel, pipeline_parallel)
+    except ValueError as error:
+        raise UnsupportedOption(str(error)) from None
+    if rank is not None:
+        return [first]
+    return [RankLayout(index, tensor_parallel, pipeline_parallel) for index in range(first.size)]
+
+
 def _counted(
-    items: Iterator[tuple[str, Item]], spec: DecoderSpec, progress: Progress
+    items: Iterator[tuple[str, Item]], done: int, total: int, progress: Progress
 ) -> Iterator[tuple[str, Item]]:
-    total = count_items(spec)
-    for done, item in enumerate(items, 1):
+    """Report each item to `progress`; `done` items were finished before."""
+    for count, item in enumerate(items, done + 1):
         yield item
-        progress(done, total)
+        progress(count, total)
 
 
 def prepare_target(target: Path) -> None:
@@ -95,6 +122,15 @@ def prepare_target(target: Path) -> None:
     if target.exists() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty")
     target.mkdir(parents=True, exist_ok=True)
+
+
+def _prepare_rank(target: Path, rank: int, info: BuildInfo) -> None:
+    """Create the directory for one rank. Raises `FileExistsError` unless it only has other ranks of the same build."""
+    target.mkdir(parents=True, exist_ok=True)
+    if (target / packed_file(rank)).exists():
+        raise FileExistsError(f"{target} already has the files of rank {rank}")
+    if (target / CONFIG_FILE).exists() and read_build_info(target) != info:
+        raise FileExistsError(f"{target} has another model, or an engine with other options")
 
 
 def copy_text_files(model: Path, target: Path) -> None:

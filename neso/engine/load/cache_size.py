@@ -17,7 +17,7 @@ def num_cache_blocks(
     It is `num_blocks`, or the minimum of
 
     - `kv_cache_memory`, or the fraction `kv_cache_free_gpu_mem_fraction` of the available memory (by default the
-      runner's `share_of_free_memory`),
+      runner's `share_of_free_memory`), divided by the number of engines that share it,
     - `max_tokens_in_paged_kv_cache`,
     - the blocks required by `max_num_seqs` sequences of full length.
 
@@ -73,6 +73,8 @@ def _cache_memory(config: EngineConfig, runner: Runner) -> int:
         share = runner.share_of_free_memory
     elif not 0 < share <= 1:
         raise EngineError(f"kv_cache_free_gpu_mem_fraction must be above 0 and at most 1, got {share}")
+    if config.device_ids is None and config.data_parallel_size is not None:
+        share /= config.data_parallel_size  # the engines of the model share the memory
     return int(runner.free_memory() * share)
 
 

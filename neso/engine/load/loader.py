@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from neso.engine.addons.registry import standard_addons
 from neso.engine.config import EngineConfig
@@ -15,7 +15,7 @@ from neso.engine.encoders.encoder_core import EncoderCore
 from neso.engine.encoders.text_encoder import TextEncoder
 from neso.engine.errors import EngineError
 from neso.engine.guided.addon import GrammarSource, GuidedDecodingAddon
-from neso.engine.ipc.messages import EngineInfo
+from neso.engine.ipc.messages import ONE_PROCESS, EngineInfo
 from neso.engine.load.cache_size import bytes_per_block, num_cache_blocks, num_host_blocks
 from neso.engine.logits_processors.addon import LogitsProcessors
 from neso.engine.logits_processors.processor import (
@@ -31,6 +31,7 @@ from neso.engine.pooling.pooler import Pooler
 from neso.engine.pooling.sentence_transformers import max_tokens, read_pooler
 from neso.engine.runners.base import CacheLayout, Runner
 from neso.engine.runners.registry import layer_stack_class, open_model
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.spec_decode.loader import load_draft_runner, make_speculation
 from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.specs.encoder_spec import EncoderSpec, VisionSpec
@@ -55,28 +56,53 @@ from neso.generation.sampling_params import (
 Core = EngineCore | EncoderCore
 """The core of a decoder or of an encoder."""
 
+_ENCODER_ON_RANKS = (
+    "embedding models run on one rank: set tensor_parallel_size and pipeline_parallel_size to 1"
+)
 
-def load_engine(config: EngineConfig, processors: Mapping[str, Any] | None = None) -> tuple[Core, EngineInfo]:
+
+class Ranks(Protocol):
+    """The ranks of a model, as the loader of one of them sees them; see `RankSession`."""
+
+    @property
+    def runner_options(self) -> RunnerOptions:
+        """The options of this rank's runner."""
+
+    def join(self, runner: Runner) -> Runner:
+        """Connect the runner to those of the other ranks. Raises `EngineError`."""
+
+
+def load_engine(
+    config: EngineConfig, processors: Mapping[str, Any] | None = None, ranks: Ranks | None = None
+) -> tuple[Core, EngineInfo]:
     """Load the weights and allocate the KV cache. Raises `EngineError` with a message for the user.
 
-    `processors`: logits processors in addition to those that `config` names.
+    `processors`: logits processors in addition to those that `config` names. `ranks`: the other ranks, if this is
+    rank 0 of several.
     """
     started = time.perf_counter()
+    if config.num_ranks > 1 and ranks is None:
+        raise EngineError(ONE_PROCESS)
+    options = config.runner_options if ranks is None else ranks.runner_options
     try:
         pooler = read_pooler(Path(config.model), default="last")
-        with open_source(config.model) as source:
+        with open_source(config.model, options.layout) as source:
             spec = encoder_spec(source.config)
             if spec is not None:
+                if ranks is not None:
+                    raise EngineError(_ENCODER_ON_RANKS)
                 return _load_encoder(config, spec, source, started)
             check_length = partial(_max_model_len, config)
             generates = has_head(source.config)
             default_sampling = read_default_sampling(config) if generates else SamplingDefaults()
             tower = vision_spec(source.config)
             model_config = source.config if tower is None else text_config(source.config)
-            runner = open_model(source, config.runner, config.runner_options, check_length, model_config)
+            runner = open_model(source, config.runner, options, check_length, model_config)
             images = None if tower is None else _load_images(config, tower, source, runner)
     except (CheckpointError, UnsupportedModel, ValueError) as error:
         raise EngineError(str(error)) from None
+    if ranks is not None:
+        runner = ranks.join(runner)
     max_model_len = _max_model_len(config, runner.max_position)
     draft_runner = load_draft_runner(config, runner)
     num_blocks = num_cache_blocks(config, runner, max_model_len, draft_runner)
@@ -129,6 +155,22 @@ def load_engine(config: EngineConfig, processors: Mapping[str, Any] | None = Non
         logits_processors=tuple(logits_processors),
     )
     return core, info
+
+
+def load_rank(config: EngineConfig, ranks: Ranks) -> Runner:
+    """Load the weights of a rank other than 0. Raises `EngineError` with a message for the user.
+
+    Everything else of the engine is on rank 0: sampling, grammars, draft models, Medusa heads, image encoders.
+    """
+    options = ranks.runner_options
+    try:
+        with open_source(config.model, options.layout) as source:
+            if encoder_spec(source.config) is not None:
+                raise EngineError(_ENCODER_ON_RANKS)
+            model_config = source.config if vision_spec(source.config) is None else text_config(source.config)
+            return open_model(source, config.runner, options, partial(_max_model_len, config), model_config)
+    except (CheckpointError, UnsupportedModel, ValueError) as error:
+        raise EngineError(str(error)) from None
 
 
 def _load_logits_processors(

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from neso.engine.core.addon import Addon, RequestError, overriding
-from neso.engine.core.admission import QueueFull
+from neso.engine.core.admission import QueueFull, expiry_message
 from neso.engine.core.prefill_pacer import PrefillPacer
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.scheduler import Scheduler
@@ -126,6 +126,10 @@ class EngineCore:
             logger.exception("request '%s' failed before its first step", name)
             return [SequenceOutput.failed(name, 0, f"the request failed: {error}")]
         return []
+
+    def request_ids(self) -> list[str]:
+        """Return the ids of the requests in flight."""
+        return self.scheduler.request_ids()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Release a request, or one of its sequences. Unknown ids are ignored."""
@@ -279,9 +283,8 @@ class EngineCore:
     def _fail_expired(self) -> list[SequenceOutput]:
         outputs = []
         for sequence in self.scheduler.waiting.expired():
-            limit = sequence.request.queue_timeout_ms
-            message = f"the request has waited for queue_timeout_ms, {limit:g} ms"
-            outputs += self._fail([sequence], RequestError(message), refused=True)
+            error = RequestError(expiry_message(sequence.request))
+            outputs += self._fail([sequence], error, refused=True)
         return outputs
 
     def _fail_step(self, step: Step, error: Exception, sequences: Iterable[Sequence]) -> list[SequenceOutput]:

@@ -17,13 +17,14 @@ from neso.engine.sampling.token_sampling import SamplingBatch, choose
 if TYPE_CHECKING:
     from neso.engine.core.step_plan import StepPlan
     from neso.engine.lora.adapter import LoraAdapter
+    from neso.engine.parallel.communicator import Communicator
     from neso.engine.specs.decoder_spec import DecoderSpec
     from neso.engine.specs.encoder_spec import LayerStackSpec
     from neso.engine.weights.model_tensors import EncoderTensors
     from neso.engine.weights.source import TensorSource
 
 Capability = Literal[
-    "lora", "input_embeddings", "tree_attention", "hidden_states", "attention_sinks", "host_cache"
+    "lora", "input_embeddings", "tree_attention", "hidden_states", "attention_sinks", "host_cache", "ranks"
 ]
 """Optional features of a runner:
 
@@ -33,6 +34,7 @@ Capability = Literal[
 - hidden_states: final hidden states besides logits (`PoolingPlan`)
 - attention_sinks: first tokens that stay visible in sliding-window layers
 - host_cache: KV cache blocks offloaded to host memory
+- ranks: tensor and pipeline parallelism (`RunnerOptions.layout`)
 """
 
 Float32Array = npt.NDArray[np.float32]
@@ -160,7 +162,10 @@ class Runner(ABC):
 
 
 class SpecRunner(Runner):
-    """Executes any model described by a `DecoderSpec`."""
+    """Executes any model described by a `DecoderSpec`, or the shard of it that belongs to one rank.
+
+    On several ranks, every rank runs the same steps; only rank 0 gets logits, the others arrays without rows.
+    """
 
     def __init__(self, spec: DecoderSpec) -> None:
         self.spec = spec
@@ -173,11 +178,18 @@ class SpecRunner(Runner):
     def load(
         cls, spec: DecoderSpec, source: TensorSource, options: RunnerOptions = DEFAULT_OPTIONS
     ) -> SpecRunner:
-        """Load the weights.
+        """Load the weights of the whole model, or of the shard of the rank `options.layout`.
 
         Raises `CheckpointError` if a tensor is missing or has the wrong shape, `UnsupportedOption` for an
         unsupported option.
         """
+
+    def connect(self, communicator: Communicator) -> None:
+        """Set the connection to the other ranks, for runners with "ranks".
+
+        Called after all ranks have loaded their weights, and before `allocate_cache`.
+        """
+        raise NotImplementedError
 
     def pack_adapter(self, adapter: LoraAdapter) -> PackedAdapter:
         """Convert an adapter to the runner's format, for runners with "lora". Thread-safe."""

@@ -68,6 +68,10 @@ def open_model(
     spec = spec.for_length(check_length(spec.max_position))
     spec = limit_attention(spec, options.max_attention_window_size, options.sink_token_length)
     kind = runner_class(runner)
+    if options.layout.size > 1 and "ranks" not in kind.capabilities:
+        raise UnsupportedOption(
+            f"{kind.__name__} runs on one rank only, not with tensor_parallel_size or pipeline_parallel_size"
+        )
     if spec.sink_tokens and "attention_sinks" not in kind.capabilities:
         raise UnsupportedOption(f"sink_token_length: {kind.__name__} has no attention sinks")
     return kind.load(spec, source, options)
@@ -93,6 +97,10 @@ def has_nvidia_gpu() -> bool:
 def _open_with_transformers(
     source: TensorSource, config: Mapping[str, Any], options: RunnerOptions, check_length: CheckLength
 ) -> Runner:
+    if options.layout.size > 1:
+        raise UnsupportedOption(
+            "models without a spec cannot be split among ranks: transformers runs them on one"
+        )
     try:
         from neso.engine.runners.transformers_runner import TransformersRunner
     except ImportError as error:

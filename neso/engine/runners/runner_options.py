@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from neso.engine.parallel.layout import SINGLE_RANK, RankLayout
+
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["int8", "int4", "int8_dynamic", "fp8"]
 
@@ -17,6 +19,7 @@ class RunnerOptions:
     - quantization: of matrices that are dense in the checkpoint; None: not quantized
     - num_threads: of a CPU runner; None: see `available_cores`
     - max_attention_window_size, sink_token_length: see `limit_attention`
+    - layout: the part of the model that this process holds; all of it by default
     """
 
     dtype: DType = "auto"
@@ -24,6 +27,7 @@ class RunnerOptions:
     num_threads: int | None = None
     max_attention_window_size: int | list[int] | None = None
     sink_token_length: int = 0
+    layout: RankLayout = SINGLE_RANK
 
 
 DEFAULT_OPTIONS = RunnerOptions()

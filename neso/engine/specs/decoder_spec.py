@@ -164,6 +164,8 @@ class DecoderSpec:
       learned position table is added; None: there is no table.
     - logits = lm_head(norm(x)) * `logit_scale`, capped like scores if there is a `logit_softcap`.
     - `max_position`: maximum sequence length in tokens.
+    - `has_embedding`, `has_head`: False for a stage of a pipeline that starts with the x of the previous stage, or that
+      ends with x instead of logits.
     - `tensor_names`: location of each role in the checkpoint, with placeholders "{layer}" and "{expert}".
     """
 
@@ -201,6 +203,8 @@ class DecoderSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    has_embedding: bool = True
+    has_head: bool = True
     tensor_names: Mapping[Role, TensorLocation] = field(hash=False, repr=False)
 
     @property
@@ -229,12 +233,14 @@ class DecoderSpec:
 
 def model_shapes(spec: DecoderSpec) -> dict[Role, Shape]:
     """Return the shapes of the tensors outside the layers. With tied embeddings there is no lm_head."""
-    shapes: dict[Role, Shape] = {
-        "embedding": (spec.vocab_size, spec.hidden_size),
-        "final_norm": (spec.hidden_size,),
-    }
-    if spec.position_offset is not None:
-        shapes["position_embedding"] = (spec.max_position + spec.position_offset, spec.hidden_size)
+    shapes: dict[Role, Shape] = {}
+    if spec.has_embedding:
+        shapes["embedding"] = (spec.vocab_size, spec.hidden_size)
+        if spec.position_offset is not None:
+            shapes["position_embedding"] = (spec.max_position + spec.position_offset, spec.hidden_size)
+    if not spec.has_head:
+        return shapes
+    shapes["final_norm"] = (spec.hidden_size,)
     if spec.norm_bias:
         shapes["final_norm_bias"] = (spec.hidden_size,)
     if not spec.tied_embeddings:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.parallel.layout import SINGLE_RANK, RankLayout
 from neso.engine.weights.engine_directory import EngineDirectory, is_engine_directory
 from neso.engine.weights.files import read_json_object
 from neso.engine.weights.gguf.checkpoint import GGUFCheckpoint
@@ -21,15 +22,17 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-def open_source(path: Path | str) -> TensorSource:
+def open_source(path: Path | str, layout: RankLayout = SINGLE_RANK) -> TensorSource:
     """Open a Hugging Face checkpoint directory, a GGUF file, or an engine directory written by `neso build`.
+
+    `layout`: the rank whose files of an engine directory are opened. The others hold the whole model.
 
     Raises `CheckpointError` for missing or invalid files.
     """
     path = Path(path)
     if path.is_file():
         return GGUFCheckpoint(path)
-    return EngineDirectory(path) if is_engine_directory(path) else Checkpoint(path)
+    return EngineDirectory(path, layout) if is_engine_directory(path) else Checkpoint(path)
 
 
 class Checkpoint(TensorSource):

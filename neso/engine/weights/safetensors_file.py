@@ -89,7 +89,8 @@ class SafetensorsFile(MappedTensors[TensorEntry]):
             raise CheckpointError(f"{self.path}: the header is invalid JSON: {error}") from error
         if not isinstance(fields, dict):
             raise CheckpointError(f"{self.path}: the header is not a JSON object")
-        fields.pop("__metadata__", None)
+        metadata = fields.pop("__metadata__", None)
+        self.metadata = metadata if isinstance(metadata, dict) else {}
         return {name: self._parse_entry(name, value) for name, value in fields.items()}
 
     def _parse_entry(self, name: str, value: Any) -> TensorEntry:
@@ -135,7 +136,7 @@ class SafetensorsWriter:
     """Writes one tensor at a time, so that they are not all in memory at once. A context manager.
 
     `header_bytes` are reserved for the header, which is written last. The file gets its final name only when it is
-    complete; after an error no file remains.
+    complete; after an error no file remains. `metadata`: texts that are stored in the header.
     """
 
     def __init__(self, path: Path, header_bytes: int) -> None:
@@ -145,6 +146,7 @@ class SafetensorsWriter:
         self._file = open(self._partial, "wb")  # noqa: SIM115, closed by __exit__
         self._file.seek(self._data_start)
         self._header: dict[str, Any] = {}
+        self.metadata: dict[str, str] = {}
         self._end = 0
 
     def add(self, name: str, array: npt.NDArray[Any]) -> None:
@@ -167,7 +169,8 @@ class SafetensorsWriter:
             self._file.close()
             self._partial.unlink()
             return
-        header = json.dumps(self._header, separators=(",", ":")).encode()
+        fields = {"__metadata__": self.metadata, **self._header} if self.metadata else self._header
+        header = json.dumps(fields, separators=(",", ":")).encode()
         room = self._data_start - _LENGTH_BYTES
         if len(header) > room:
             raise ValueError(

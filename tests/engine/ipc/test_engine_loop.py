@@ -10,20 +10,27 @@ import pytest
 import zmq
 from fake_engine import expected_tokens, make_core, make_request
 
+from neso.engine.ipc.clients import EngineClients
 from neso.engine.ipc.engine_process import EngineLoop
 from neso.engine.ipc.messages import (
     Abort,
     Add,
+    Attach,
     CheckIntegrity,
+    Detach,
+    EngineInfo,
     Integrity,
     LoadLora,
     LoraDone,
     Shutdown,
     StepOutputs,
+    client_prefix,
     command_encoder,
     event_decoder,
 )
 from neso.generation import FinishReason, LoraRequest
+
+INFO = EngineInfo("fake", 128, 8, 100, 16, 4, 1024, 0.1)
 
 
 @pytest.fixture
@@ -36,7 +43,7 @@ def loop():
     ours.setsockopt(zmq.RCVTIMEO, 60_000)
     core = make_core()
     watchdog = SimpleNamespace(begin=lambda: None, end=lambda: None)
-    thread = threading.Thread(target=EngineLoop(theirs, core, watchdog).run)
+    thread = threading.Thread(target=EngineLoop(EngineClients(theirs), core, INFO, watchdog).run)
     thread.start()
     yield core, ours
     ours.send(command_encoder.encode([Shutdown()]))
@@ -106,3 +113,39 @@ def test_an_error_of_the_integrity_check_is_reported(loop, monkeypatch):
     socket.send(command_encoder.encode([CheckIntegrity()]))
     event = event_decoder.decode(socket.recv())
     assert isinstance(event, Integrity) and "a defect" in event.message
+
+
+@pytest.fixture
+def second(loop, tmp_path):
+    """The socket of a second client."""
+    _core, socket = loop
+    other = zmq.Context.instance().socket(zmq.PAIR)
+    other.setsockopt(zmq.RCVTIMEO, 60_000)
+    address = f"ipc://{tmp_path}/client"
+    other.bind(address)
+    socket.send(command_encoder.encode([Attach(1, address)]))
+    assert event_decoder.decode(other.recv()) == INFO
+    yield other
+    other.close(0)
+
+
+def test_each_client_gets_its_own_outputs(loop, second):
+    _core, socket = loop
+    name = f"{client_prefix(1)}same"
+    socket.send(command_encoder.encode([Add(make_request("same", [1, 2], max_tokens=8))]))
+    second.send(command_encoder.encode([Add(make_request(name, [1, 2], max_tokens=8))]))
+    assert answers(second, {name}).keys() == {name}
+    assert answers(socket, {"same"}).keys() == {"same"}
+
+
+def test_detaching_a_client_aborts_its_requests_only(loop, second):
+    _core, socket = loop
+    name = f"{client_prefix(1)}endless"
+    second.send(command_encoder.encode([Add(make_request(name, [1, 2], max_tokens=10**6))]))
+    event_decoder.decode(second.recv())  # it runs
+    socket.send(command_encoder.encode([Detach(1), Add(make_request("good", [1, 2], max_tokens=8))]))
+    assert_serves(socket)
+    socket.send(command_encoder.encode([CheckIntegrity()]))
+    while not isinstance(event := event_decoder.decode(socket.recv()), Integrity):
+        pass
+    assert not event.message and event.stats.num_requests == 0 and event.stats.num_used_blocks == 0

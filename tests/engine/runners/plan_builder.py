@@ -89,6 +89,18 @@ def run_in_chunks(
     return np.concatenate([run(runner, builder.plan([(sequence, size)])) for size in sizes])
 
 
+def mixed_batch(runner: Runner) -> np.ndarray:
+    """Logits of chunked prompts next to decodes, computed with a new cache."""
+    builder = PlanBuilder()
+    runner.allocate_cache(builder.layout)
+    first, second = builder.sequence(random_tokens(30)), builder.sequence(random_tokens(25, seed=1))
+    plans = [[(first, 17)], [(first, 1), (second, 9)], [(first, 1), (second, 9)], [(first, 1), (second, 1)]]
+    rows = [None, None, None, [1]]
+    return np.concatenate(
+        [run(runner, builder.plan(plan, rows=r)) for plan, r in zip(plans, rows, strict=True)]
+    )
+
+
 def run(runner: Runner, plan: StepPlan) -> np.ndarray:
     """The step's logits, float32[R, vocab], a copy on the host."""
     return np.array(runner.step(plan)[:])

@@ -86,7 +86,7 @@ def test_quantization_while_loading(checkpoint_factory: Factory, name: str, quan
     tokens = random_tokens(45)
     expected = oracle_logits(oracle(directory), tokens)
     found = logits(load(directory, "native", quantization=quantization), tokens, [30, 1, 14])
-    assert relative_error(found, expected) < {"int8": 0.05, "int4": 0.35, "int8_dynamic": 0.12}[quantization]
+    assert relative_error(found, expected) < {"int8": 0.08, "int4": 0.35, "int8_dynamic": 0.12}[quantization]
 
 
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])

@@ -161,7 +161,7 @@ def tree(*depths: int) -> dict[str, np.ndarray]:
         ({"rotary": [(float32(2, 6), float32(2, 6))]}, "cosines and sines for each token"),
         ({"rotary": [(float32(3, 6), float32(3, 5))]}, "cosines and sines for each token"),
         ({"rotary": [(float32(3, 7), float32(3, 7))]}, "wider than a head"),
-        ({"logits": float32(3, 383)}, "a row of logits must have vocab_size"),
+        ({"logits": float32(3, 383)}, "a row of logits must have a value for each token"),
         ({"logits": float32(2, 384)}, "for each wanted token"),
         ({"hidden": float32(1, 48)}, "for each wanted token"),
         ({"logits": float32(2, 384), "hidden": float32(1, 47)}, "hidden states must have hidden_size"),

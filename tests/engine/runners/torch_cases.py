@@ -260,7 +260,7 @@ def load_torch(directory: Path, **options: Any) -> TorchRunner:
 
 def with_operations(runner: TorchRunner, operations: Operations) -> TorchRunner:
     """Return a runner with the same weights on the same device, with its own cache and without graphs."""
-    return TorchRunner(runner.spec, replace(runner._decoder, operations=operations), runner.device)
+    return TorchRunner(runner.shard, replace(runner._decoder, operations=operations), runner.device)
 
 
 def allocate(runner: TorchRunner, builder: PlanBuilder, *, graphs: bool) -> KVCache:

@@ -10,9 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from parallel.thread_ranks import ThreadRanks
+from runners.plan_builder import mixed_batch
 from safetensors.numpy import load_file, save_file
 
 from neso.engine.client.llm import LLM
+from neso.engine.runners.reference.runner import ReferenceRunner
+from neso.engine.runners.runner_options import RunnerOptions
+from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.engine.weights.quantized import QuantizedMatrix
 from neso.engine.weights.source import CheckpointError
@@ -157,3 +162,13 @@ def test_quantization_config_in_a_file_of_its_own(both: tuple[Path, Path]) -> No
     (directory / file).write_text(json.dumps(separate))
     with Checkpoint(directory) as source:
         np.testing.assert_array_equal(source.matrix(name, (64, 128)).dequantize(), expected)
+
+
+def test_shards_of_ranks(both: tuple[Path, Path]) -> None:
+    """Groups of 32, one group for all inputs, and permuted inputs are cut between two and three ranks."""
+    with Checkpoint(both[0]) as checkpoint:
+        spec = decoder_spec(checkpoint.config)
+        expected = mixed_batch(ReferenceRunner.load(spec, checkpoint))
+        for layout in ((2, 1), (3, 2)):
+            ranks = ThreadRanks.open(ReferenceRunner, spec, checkpoint, *layout, RunnerOptions())
+            np.testing.assert_allclose(mixed_batch(ranks), expected, atol=5e-4)

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.parallel.layout import RankLayout
 from neso.engine.runners.native.packing import (
     DTYPES,
     INT8,
@@ -23,7 +25,7 @@ from neso.engine.runners.native.packing import (
 )
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.specs.decoder_spec import EXPERT_ROLES, NORM_BIASES, DecoderSpec, Role
-from neso.engine.weights.engine_directory import EngineDirectory, packed_file, vectors_file
+from neso.engine.weights.engine_directory import EngineDirectory, RankInfo, packed_file, vectors_file
 from neso.engine.weights.model_tensors import DecoderTensors
 from neso.engine.weights.quantized import Matrix, QuantizedMatrix, dense
 from neso.engine.weights.safetensors_file import SafetensorsWriter
@@ -80,13 +82,14 @@ class PackedDecoder:
     """All weights of a decoder.
 
     - vectors: the final norm and its bias, float32
-    - embedding: [vocab_size, hidden], not packed; None if tied to lm_head
+    - lm_head: None if the spec has no head
+    - embedding: [vocab_size, hidden], not packed; None if tied to lm_head, or if the spec has no embedding
     - positions: learned positions float32[positions, hidden], or None
     """
 
     layers: list[PackedLayer]
     vectors: dict[str, Float32Array]
-    lm_head: PackedMatrix
+    lm_head: PackedMatrix | None
     embedding: npt.NDArray[Any] | None
     positions: Float32Array | None
 
@@ -121,9 +124,9 @@ class PackedDecoder:
         return cls(
             layers=[layer(index) for index in range(spec.num_layers)],
             vectors={role: _expect(items[role], np.ndarray) for role in _final_vectors(spec)},
-            lm_head=matrix("lm_head"),
-            embedding=None if spec.tied_embeddings else _expect(items["embedding"], np.ndarray),
-            positions=None if spec.position_offset is None else _expect(items["positions"], np.ndarray),
+            lm_head=matrix("lm_head") if spec.has_head else None,
+            embedding=_expect(items["embedding"], np.ndarray) if _stores_embedding(spec) else None,
+            positions=_expect(items["positions"], np.ndarray) if _stores_positions(spec) else None,
         )
 
     def moved(self, arena: Arena) -> PackedDecoder:
@@ -145,7 +148,7 @@ class PackedDecoder:
             replace(layer, qkv=move(layer.qkv), output=move(layer.output), mlp=move_any(layer.mlp))
             for layer in self.layers
         ]
-        return replace(self, layers=layers, lm_head=move(self.lm_head))
+        return replace(self, layers=layers, lm_head=self.lm_head and move(self.lm_head))
 
     @property
     def cache_kind(self) -> Kind:
@@ -162,7 +165,17 @@ def _layer_vectors(spec: DecoderSpec) -> list[Role]:
 
 
 def _final_vectors(spec: DecoderSpec) -> list[Role]:
+    if not spec.has_head:
+        return []
     return ["final_norm", "final_norm_bias"] if spec.norm_bias else ["final_norm"]
+
+
+def _stores_embedding(spec: DecoderSpec) -> bool:
+    return spec.has_embedding and not spec.tied_embeddings
+
+
+def _stores_positions(spec: DecoderSpec) -> bool:
+    return spec.has_embedding and spec.position_offset is not None
 
 
 def _expect(item: Item, kind: type[T]) -> T:
@@ -182,21 +195,20 @@ def pack_items(tensors: DecoderTensors, options: RunnerOptions, threads: int) ->
             yield f"layers.{layer}.{name}", item
     for role in _final_vectors(spec):
         yield role, tensors.vector(role)
-    head_packer = replace(packer, scheme=_LM_HEAD_SCHEMES[options.quantization])
-    bias = tensors.vector("lm_head_bias") if spec.lm_head_bias else None
-    yield (
-        "lm_head",
-        head_packer.pack([tensors.matrix("embedding" if spec.tied_embeddings else "lm_head")], bias),
-    )
-    if not spec.tied_embeddings:
+    if spec.has_head:
+        head_packer = replace(packer, scheme=_LM_HEAD_SCHEMES[options.quantization])
+        bias = tensors.vector("lm_head_bias") if spec.lm_head_bias else None
+        head = tensors.matrix("embedding" if spec.tied_embeddings else "lm_head")
+        yield "lm_head", head_packer.pack([head], bias)
+    if _stores_embedding(spec):
         yield "embedding", _embedding(tensors, dtype)
-    if spec.position_offset is not None:
+    if _stores_positions(spec):
         yield "positions", np.array(tensors.table("position_embedding"), np.float32, order="C")
 
 
 def count_items(spec: DecoderSpec) -> int:
     """Return the number of items that `pack_items` yields."""
-    total = 1 + len(_final_vectors(spec)) + (not spec.tied_embeddings) + (spec.position_offset is not None)
+    total = spec.has_head + len(_final_vectors(spec)) + _stores_embedding(spec) + _stores_positions(spec)
     of_mlp = 2 + spec.gated
     for layer in range(spec.num_layers):
         total += len(_layer_vectors(spec)) + 2
@@ -289,20 +301,21 @@ def _embedding(tensors: DecoderTensors, dtype: np.dtype[Any]) -> npt.NDArray[Any
     return np.array(stored, dtype, order="C")
 
 
-# Size of a header entry: name, dtype, shape, two offsets. An item has at most five arrays.
+# Size of a header entry: name, dtype, shape, two offsets. An item has at most five arrays, and an entry of about the
+# same size in the metadata.
 _ENTRY_BYTES = 160
-_ARRAYS_PER_ITEM = 5
+_ENTRIES_PER_ITEM = 7
 
 
 def write_rank(
-    directory: Path, rank: int, spec: DecoderSpec, items: Iterable[tuple[str, Item]]
-) -> dict[str, dict[str, Any]]:
-    """Write the files of one rank item by item; returns the non-array fields of each matrix by name."""
-    header_bytes = _ENTRY_BYTES * _ARRAYS_PER_ITEM * count_items(spec)
+    directory: Path, layout: RankLayout, spec: DecoderSpec, items: Iterable[tuple[str, Item]]
+) -> None:
+    """Write the files of one rank item by item. `spec`: the decoder of the rank."""
+    header_bytes = _ENTRY_BYTES * (1 + _ENTRIES_PER_ITEM * count_items(spec))
     matrices: dict[str, dict[str, Any]] = {}
     with (
-        SafetensorsWriter(directory / packed_file(rank), header_bytes) as packed,
-        SafetensorsWriter(directory / vectors_file(rank), header_bytes) as vectors,
+        SafetensorsWriter(directory / packed_file(layout.rank), header_bytes) as packed,
+        SafetensorsWriter(directory / vectors_file(layout.rank), header_bytes) as vectors,
     ):
         for name, item in items:
             if not isinstance(item, PackedMatrix):
@@ -311,7 +324,13 @@ def write_rank(
             matrices[name] = item.numbers()
             for field, array in item.arrays().items():
                 (packed if field == "data" else vectors).add(f"{name}.{field}", array)
-    return matrices
+        info = RankInfo(
+            rank=layout.rank,
+            tensor_parallel=layout.tensor_parallel,
+            pipeline_parallel=layout.pipeline_parallel,
+            matrices=matrices,
+        )
+        vectors.metadata[RankInfo.METADATA_KEY] = msgspec.json.encode(info).decode()
 
 
 def read_engine(spec: DecoderSpec, directory: EngineDirectory, options: RunnerOptions) -> PackedDecoder:
@@ -322,11 +341,9 @@ def read_engine(spec: DecoderSpec, directory: EngineDirectory, options: RunnerOp
     _check_options(directory, options)
     arrays = directory.arrays()
     items: dict[str, Item] = {
-        name: array
-        for name, array in arrays.items()
-        if name.rpartition(".")[0] not in directory.build.matrices
+        name: array for name, array in arrays.items() if name.rpartition(".")[0] not in directory.matrices
     }
-    for name, numbers in directory.build.matrices.items():
+    for name, numbers in directory.matrices.items():
         fields = {
             field: arrays[f"{name}.{field}"]
             for field in ("data", "scales", "offsets", "input_order", "bias")

@@ -13,6 +13,8 @@ from neso.engine.addons.input_embeddings import NO_EMBEDDINGS, EmbeddingPlan
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.host_resources import available_cores
 from neso.engine.lora.adapter import LoraAdapter, LoraPlan, output_widths
+from neso.engine.parallel.communicator import Communicator
+from neso.engine.parallel.sharding import Shard, open_tensors, shard_adapter, shard_of
 from neso.engine.pooling.pooler import PoolingPlan
 from neso.engine.runners.base import CacheLayout, Capability, Logits, PackedAdapter, SpecRunner
 from neso.engine.runners.native.packed_adapter import AdapterKind, NativeAdapter
@@ -26,12 +28,11 @@ from neso.engine.runners.native.packed_decoder import (
 )
 from neso.engine.runners.native.packing import KINDS, Arena, reject_fp8
 from neso.engine.runners.rotary_tables import RotaryTables
-from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
+from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
 from neso.engine.sampling.token_sampling import RowMasks, SamplingBatch
 from neso.engine.spec_decode.draft import NO_TREE, DraftTreePlan, token_positions
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.weights.engine_directory import EngineDirectory
-from neso.engine.weights.model_tensors import DecoderTensors
 from neso.engine.weights.source import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -48,17 +49,21 @@ class NativeRunner(SpecRunner):
     """
 
     capabilities: frozenset[Capability] = frozenset(
-        {"attention_sinks", "hidden_states", "input_embeddings", "lora", "tree_attention"}
+        {"attention_sinks", "hidden_states", "input_embeddings", "lora", "ranks", "tree_attention"}
     )
 
-    def __init__(self, spec: DecoderSpec, weights: PackedDecoder, num_threads: int) -> None:
-        super().__init__(spec)
+    def __init__(self, shard: Shard, weights: PackedDecoder, num_threads: int) -> None:
+        super().__init__(shard.whole)
+        self._shard = shard
+        spec = shard.spec
         self._rotary = RotaryTables(spec.rotaries)
         self._logits = np.empty((0, spec.vocab_size), np.float32)
+        self._whole_logits = np.empty((0, self.vocab_size), np.float32)  # used if the vocabulary is split
+        self._communicator: Communicator | None = None
         self.isa = _native.default_isa()
         # The decoder holds pointers to the weights and the adapters.
         self._weights = _make_weights(spec, weights)
-        self._decoder = _make_decoder(spec, self._weights, weights.cache_kind, self.isa, num_threads)
+        self._decoder = _make_decoder(shard, self._weights, weights.cache_kind, self.isa, num_threads)
         self._decoder.set_sink_tokens(spec.sink_tokens)
         self._adapters: dict[int, NativeAdapter] = {}  # by slot
         self._adapter_kind: AdapterKind = "f32" if weights.cache_kind == "f32" else "bf16"
@@ -72,17 +77,26 @@ class NativeRunner(SpecRunner):
     ) -> NativeRunner:
         reject_fp8(options)
         threads = options.num_threads or available_cores()
+        shard = shard_of(spec, options.layout)
         if isinstance(source, EngineDirectory):
-            weights = read_engine(spec, source, options)
+            weights = read_engine(shard.spec, source, options)
         else:
-            weights = PackedDecoder.assemble(
-                spec, dict(pack_items(DecoderTensors(spec, source), options, threads))
-            )
-        runner = cls(spec, weights, threads)
+            items = pack_items(open_tensors(shard, source), options, threads)
+            weights = PackedDecoder.assemble(shard.spec, dict(items))
+        runner = cls(shard, weights, threads)
         if isinstance(source, EngineDirectory):
             threading.Thread(target=runner._move, args=(weights,), name="weights-mover", daemon=True).start()
         logger.info("native runner: %s kernels, %d threads", runner.isa, threads)
         return runner
+
+    def connect(self, communicator: Communicator) -> None:
+        if communicator.native_all_reduce is None and self._shard.layout.tensor_parallel > 1:
+            raise UnsupportedOption(
+                "the native runner needs ranks that are started by mpirun, srun or the server, not by torchrun"
+            )
+        self._communicator = communicator
+        if communicator.native_all_reduce is not None:
+            self._decoder.set_all_reduce(communicator.native_all_reduce)
 
     def allocate_cache(self, layout: CacheLayout) -> None:
         self._decoder.allocate_cache(layout.num_blocks, layout.block_size)
@@ -98,11 +112,23 @@ class NativeRunner(SpecRunner):
         if self._moved is not None:
             self._decoder.set_weights(self._moved)
             self._weights, self._moved = self._moved, None
-        logits = self._logits_buffer(len(plan.logits_rows))
+        spec, layout = self._shard.spec, self._shard.layout
+        if layout.size > 1 and self._communicator is None:
+            raise RuntimeError("connect must come before the first step of a runner on several ranks")
         pooling, lora = plan.part(PoolingPlan), plan.part(LoraPlan)
         embeddings, tree = plan.part(EmbeddingPlan) or NO_EMBEDDINGS, plan.part(DraftTreePlan) or NO_TREE
-        rows = plan.logits_rows if pooling is None else np.concatenate([plan.logits_rows, pooling.rows])
-        self._hidden = np.empty((len(rows) - len(plan.logits_rows), self.hidden_size), np.float32)
+        received = sent = None
+        if not spec.has_embedding:
+            received = np.empty((plan.num_tokens, spec.hidden_size), np.float32)
+            self._connected.receive(received, layout.previous)
+        if spec.has_head:
+            logits_rows = plan.logits_rows
+            rows = logits_rows if pooling is None else np.concatenate([logits_rows, pooling.rows])
+        else:
+            sent = np.empty((plan.num_tokens, spec.hidden_size), np.float32)
+            logits_rows = rows = plan.logits_rows[:0]
+        logits = self._logits_buffer(len(logits_rows))
+        self._hidden = np.empty((len(rows) - len(logits_rows), self.hidden_size), np.float32)
         rotary = self._rotary.lookup(token_positions(plan)).values()
         self._decoder.step(
             plan.token_ids,
@@ -120,8 +146,27 @@ class NativeRunner(SpecRunner):
             tree.depths,
             tree.masks,
             None if lora is None else lora.slots,
+            received,
+            sent,
         )
-        return logits
+        if sent is not None:
+            self._connected.send(sent, layout.next)
+            return logits
+        return logits if layout.tensor_parallel == 1 else self._gather(logits)
+
+    @property
+    def _connected(self) -> Communicator:
+        assert self._communicator is not None
+        return self._communicator
+
+    def _gather(self, logits: Float32Array) -> Float32Array:
+        """Return the logits of the whole vocabulary on the first rank; on others, an array without rows."""
+        parts = self._connected.gather(logits)
+        if parts is None:
+            return logits[:0]
+        if len(logits) > len(self._whole_logits):
+            self._whole_logits = np.empty((len(logits), self.vocab_size), np.float32)
+        return np.concatenate(parts, axis=1, out=self._whole_logits[: len(logits)])
 
     def hidden_states(self) -> Float32Array:
         return self._hidden
@@ -151,7 +196,8 @@ class NativeRunner(SpecRunner):
         return tokens
 
     def pack_adapter(self, adapter: LoraAdapter) -> PackedAdapter:
-        return NativeAdapter.pack(adapter, self._adapter_kind, output_widths(self.spec))
+        own = shard_adapter(adapter, self._shard)
+        return NativeAdapter.pack(own, self._adapter_kind, output_widths(self._shard.spec))
 
     def set_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
         assert adapter is None or isinstance(adapter, NativeAdapter)
@@ -162,20 +208,28 @@ class NativeRunner(SpecRunner):
 
     def _move(self, weights: PackedDecoder) -> None:
         """Copy mapped weights into huge pages, while the first requests are served from the file mapping."""
-        self._moved = _make_weights(self.spec, weights.moved(Arena()))
+        self._moved = _make_weights(self._shard.spec, weights.moved(Arena()))
 
     def _logits_buffer(self, rows: int) -> Float32Array:
         """Return a reused buffer, because page faults of new memory would take as long as sampling."""
         if rows > len(self._logits):
-            self._logits = np.empty((rows, self.spec.vocab_size), np.float32)
+            self._logits = np.empty((rows, self._shard.spec.vocab_size), np.float32)
         return self._logits[:rows]
 
 
 def _make_decoder(
-    spec: DecoderSpec, weights: _native.Weights, cache_kind: str, isa: str, threads: int
+    shard: Shard, weights: _native.Weights, cache_kind: str, isa: str, threads: int
 ) -> _native.Decoder:
+    spec = shard.spec
     return _native.Decoder(
-        vocab_size=spec.vocab_size,
+        vocab_size=shard.whole.vocab_size,
+        vocab_begin=shard.vocabulary.start,
+        vocab_end=shard.vocabulary.stop,
+        all_heads=shard.whole.num_heads,
+        all_kv_heads=shard.whole.num_kv_heads,
+        owns_kv_heads=shard.owns_kv_heads,
+        first_stage=spec.has_embedding,
+        last_stage=spec.has_head,
         hidden_size=spec.hidden_size,
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,
@@ -208,7 +262,7 @@ def _make_weights(spec: DecoderSpec, weights: PackedDecoder) -> _native.Weights:
     return _native.Weights(
         [_make_layer(*args) for args in zip(weights.layers, spec.sliding_windows, rotaries, strict=True)],
         weights.vectors,
-        weights.lm_head.native(),
+        None if weights.lm_head is None else weights.lm_head.native(),
         None if embedding is None else embedding.reshape(-1).view(np.uint8),
         "f32" if embedding is None else KINDS[embedding.dtype],
         weights.positions,

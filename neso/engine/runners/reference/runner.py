@@ -15,6 +15,8 @@ import numpy.typing as npt
 from neso.engine.addons.input_embeddings import EmbeddingPlan
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraAdapter, output_widths
+from neso.engine.parallel.communicator import Communicator
+from neso.engine.parallel.sharding import Shard, open_tensors, shard_adapter, shard_of
 from neso.engine.pooling.pooler import PoolingPlan
 from neso.engine.runners.base import CacheLayout, Capability, PackedAdapter, SpecRunner
 from neso.engine.runners.reference.attention import AttentionPlan, KVCache, attend
@@ -38,14 +40,17 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class ReferenceRunner(SpecRunner):
-    """Holds the weights and the KV cache. Not thread-safe."""
+    """Holds the weights and the KV cache of a shard. Not thread-safe."""
 
     capabilities: frozenset[Capability] = frozenset(
-        {"attention_sinks", "hidden_states", "input_embeddings", "lora", "tree_attention"}
+        {"attention_sinks", "hidden_states", "input_embeddings", "lora", "ranks", "tree_attention"}
     )
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
-        super().__init__(spec)
+    def __init__(self, shard: Shard, weights: DecoderWeights) -> None:
+        super().__init__(shard.whole)
+        self._shard = shard
+        self._spec = spec = shard.spec
+        self._ranks = _Ranks(shard, None)
         self._weights = weights
         self._cache: KVCache | None = None
         self._adapters: dict[int, Float32Adapter] = {}  # by slot
@@ -61,13 +66,17 @@ class ReferenceRunner(SpecRunner):
                 "the reference runner computes in float32 and does not quantize; dtype and quantization "
                 "need the native runner"
             )
-        return cls(spec, DecoderWeights.load(spec, source))
+        shard = shard_of(spec, options.layout)
+        return cls(shard, DecoderWeights.load(open_tensors(shard, source)))
+
+    def connect(self, communicator: Communicator) -> None:
+        self._ranks = _Ranks(self._shard, communicator)
 
     def allocate_cache(self, layout: CacheLayout) -> None:
-        self._cache = KVCache(self.spec, layout)
+        self._cache = KVCache(self._spec, layout)
 
     def cache_bytes_per_block(self, block_size: int) -> int:
-        return KVCache.bytes_per_block(self.spec, block_size)
+        return KVCache.bytes_per_block(self._spec, block_size)
 
     def step(self, plan: StepPlan) -> Float32Array:
         if self._cache is None:
@@ -77,11 +86,18 @@ class ReferenceRunner(SpecRunner):
         if tree is not None:
             self._cache.copy_slots(*tree.copied_slots(plan, self._cache.block_size))
         adapters = AdapterBatch(plan, self._adapters, self._widths)
-        state = _StepState(self.spec, plan, self._cache, adapters)
-        x = self._embed(plan)
-        for index, layer in enumerate(self._weights.layers):
+        state = _StepState(self._shard, self._ranks, plan, self._cache, adapters)
+        spec, weights = self._spec, self._weights
+        if spec.has_embedding:
+            x = self._embed(plan)
+        else:
+            x = self._ranks.receive(plan.num_tokens)
+        for index, layer in enumerate(weights.layers):
             x = self._run_layer(state, index, layer, x)
-        spec, weights = self.spec, self._weights
+        if not spec.has_head:
+            self._ranks.send(x)
+            return np.empty((0, self.vocab_size), np.float32)
+        assert weights.final_norm is not None and weights.lm_head is not None
         self._row_states = _norm(spec, x[plan.logits_rows], weights.final_norm)
         pooling = plan.part(PoolingPlan)
         if pooling is not None:
@@ -89,10 +105,12 @@ class ReferenceRunner(SpecRunner):
         logits = linear(self._row_states, weights.lm_head, weights.lm_head_bias)
         if spec.logit_scale != 1.0:
             logits *= np.float32(spec.logit_scale)
-        return logits if spec.logit_softcap is None else softcap(logits, spec.logit_softcap)
+        if spec.logit_softcap is not None:
+            logits = softcap(logits, spec.logit_softcap)
+        return self._ranks.gather(logits)
 
     def pack_adapter(self, adapter: LoraAdapter) -> PackedAdapter:
-        return Float32Adapter.convert(adapter)
+        return Float32Adapter.convert(shard_adapter(adapter, self._shard))
 
     def set_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
         self._adapters.pop(slot, None)
@@ -110,8 +128,13 @@ class ReferenceRunner(SpecRunner):
         return self._row_states[rows]
 
     def _embed(self, plan: StepPlan) -> Float32Array:
-        spec, weights = self.spec, self._weights
-        x: Float32Array = weights.embedding[plan.token_ids]
+        spec, weights = self._spec, self._weights
+        assert weights.embedding is not None
+        ids = plan.token_ids - self._shard.vocabulary.start
+        own = (ids >= 0) & (ids < spec.vocab_size)
+        # Rows of other ranks are zero here.
+        x: Float32Array = weights.embedding[np.where(own, ids, 0)] * own[:, None].astype(np.float32)
+        self._ranks.sum(x)
         if spec.embedding_scale != 1.0:
             x *= np.float32(spec.embedding_scale)
         embeddings = plan.part(EmbeddingPlan)
@@ -123,7 +146,7 @@ class ReferenceRunner(SpecRunner):
 
     def _run_layer(self, state: _StepState, index: int, layer: LayerWeights, x: Float32Array) -> Float32Array:
         """Return the residual stream float32[T, hidden] after the layer."""
-        spec, norms = self.spec, layer.norms
+        spec, norms = self._spec, layer.norms
         normed = _norm(spec, x, norms.get("attention_norm"))
         attended = self._branch(state.attention(index, layer, normed), norms.get("attention_post_norm"))
         if not spec.parallel:
@@ -135,9 +158,10 @@ class ReferenceRunner(SpecRunner):
         return x + attended + result if spec.parallel else x + result
 
     def _branch(self, result: Float32Array, post_norm: NormWeights | None) -> Float32Array:
-        """Return the branch's contribution to the residual stream."""
-        result = _norm(self.spec, result, post_norm)
-        return result if self.spec.residual_scale == 1.0 else result * np.float32(self.spec.residual_scale)
+        """Return the branch's contribution to the residual stream: its results on all ranks are summed."""
+        self._ranks.sum(result)
+        result = _norm(self._spec, result, post_norm)
+        return result if self._spec.residual_scale == 1.0 else result * np.float32(self._spec.residual_scale)
 
 
 def _norm(spec: DecoderSpec, x: Float32Array, weights: NormWeights | None) -> Float32Array:
@@ -149,18 +173,56 @@ def _norm(spec: DecoderSpec, x: Float32Array, weights: NormWeights | None) -> Fl
     return layer_norm(x, weights.weight, weights.bias, spec.norm_eps)
 
 
+class _Ranks:
+    """Communication of a shard with the other ranks. All operations of a single rank do nothing."""
+
+    def __init__(self, shard: Shard, communicator: Communicator | None) -> None:
+        self._layout = shard.layout
+        self._width = shard.whole.hidden_size
+        self._communicator = communicator
+
+    @property
+    def _connected(self) -> Communicator:
+        if self._communicator is None:
+            raise RuntimeError("connect must come before the first step of a runner on several ranks")
+        return self._communicator
+
+    def sum(self, values: Float32Array) -> None:
+        """Replace the values by their sum over the tensor-parallel ranks."""
+        if self._layout.tensor_parallel > 1:
+            self._connected.all_reduce(values)
+
+    def gather(self, logits: Float32Array) -> Float32Array:
+        """Return the logits of the whole vocabulary on the first rank; on others an array without rows."""
+        if self._layout.tensor_parallel == 1:
+            return logits
+        parts = self._connected.gather(logits)
+        return logits[:0] if parts is None else np.concatenate(parts, axis=1)
+
+    def send(self, x: Float32Array) -> None:
+        self._connected.send(np.ascontiguousarray(x), self._layout.next)
+
+    def receive(self, num_tokens: int) -> Float32Array:
+        x = np.empty((num_tokens, self._width), np.float32)
+        self._connected.receive(x, self._layout.previous)
+        return x
+
+
 class _StepState:
     """Per-step state shared by all layers: cache slots, rotations, attention plans, adapters."""
 
     def __init__(
         self,
-        spec: DecoderSpec,
+        shard: Shard,
+        ranks: _Ranks,
         plan: StepPlan,
         cache: KVCache,
         adapters: AdapterBatch,
     ) -> None:
         self.adapters = adapters
-        self._spec = spec
+        self._shard = shard
+        self._ranks = ranks
+        self._spec = spec = shard.spec
         self._cache = cache
         self._slots = plan.slots(cache.block_size)
         positions = token_positions(plan)
@@ -178,8 +240,11 @@ class _StepState:
         qkv = projected.reshape(len(x), -1, spec.head_dim)
         queries, keys = qkv[:, : spec.num_heads], qkv[:, spec.num_heads : -spec.num_kv_heads]
         if layer.query_norm is not None and layer.key_norm is not None:
-            self._norm_heads(queries, layer.query_norm)
-            self._norm_heads(keys, layer.key_norm)
+            if spec.qk_norm == "width":
+                self._norm_width(queries, layer.query_norm, keys, layer.key_norm)
+            else:
+                queries[...] = rms_norm(queries, layer.query_norm, spec.norm_eps)
+                keys[...] = rms_norm(keys, layer.key_norm, spec.norm_eps)
         rotary = spec.rotaries[index]
         if rotary is not None:
             rotate(qkv[:, : -spec.num_kv_heads], *self._cos_sin[rotary])
@@ -192,7 +257,19 @@ class _StepState:
         self.adapters.adapt(index, ("output",), attended, out)
         return out
 
-    def _norm_heads(self, heads: Float32Array, weight: Float32Array) -> None:
-        """Normalize float32[T, heads, head_dim] in place, per head or over all heads of a token."""
-        x = heads.reshape(len(heads), -1) if self._spec.qk_norm == "width" else heads
-        heads[...] = rms_norm(x, weight, self._spec.norm_eps).reshape(heads.shape)
+    def _norm_width(
+        self, queries: Float32Array, query_norm: Float32Array, keys: Float32Array, key_norm: Float32Array
+    ) -> None:
+        """Normalize float32[T, heads, head_dim] in place, over the heads of a token on all ranks."""
+        whole, eps = self._shard.whole, np.float32(self._spec.norm_eps)
+        squares = np.stack([np.einsum("thd,thd->t", heads, heads) for heads in (queries, keys)])
+        if not self._shard.owns_kv_heads:
+            squares[1] = 0
+        self._ranks.sum(squares)
+        for heads, sums, count, weight in (
+            (queries, squares[0], whole.num_heads, query_norm),
+            (keys, squares[1], whole.num_kv_heads, key_norm),
+        ):
+            mean = sums / np.float32(count * whole.head_dim)
+            heads /= np.sqrt(mean + eps)[:, None, None]
+            heads *= weight.reshape(heads.shape[1:])

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.specs.decoder_spec import NORM_BIASES, DecoderSpec, NormRole, Role
+from neso.engine.specs.decoder_spec import NORM_BIASES, NormRole, Role, model_shapes
 from neso.engine.weights.model_tensors import DecoderTensors
-from neso.engine.weights.source import TensorSource
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -58,30 +57,32 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """`lm_head` is the embedding array if they are tied."""
+    """`lm_head` is the embedding array if they are tied. None: the spec has no embedding or no head."""
 
-    embedding: Float32Array
+    embedding: Float32Array | None
     position_embedding: Float32Array | None
     layers: list[LayerWeights]
-    final_norm: NormWeights
-    lm_head: Float32Array
+    final_norm: NormWeights | None
+    lm_head: Float32Array | None
     lm_head_bias: Float32Array | None
 
     @classmethod
-    def load(cls, spec: DecoderSpec, source: TensorSource) -> DecoderWeights:
+    def load(cls, tensors: DecoderTensors) -> DecoderWeights:
         """Read the weights. Raises `CheckpointError` if a tensor is missing or has the wrong shape."""
-        tensors = DecoderTensors(spec, source)
-        model = _Reader(tensors, None)
-        embedding = model.stack("embedding")
+        spec, model = tensors.spec, _Reader(tensors, None)
+        stored = model_shapes(spec)
+
+        def optional(role: Role) -> Float32Array | None:
+            return model.stack(role) if role in stored else None
+
+        embedding, final_norm = optional("embedding"), optional("final_norm")
         return cls(
             embedding=embedding,
-            position_embedding=None if spec.position_offset is None else model.stack("position_embedding"),
+            position_embedding=optional("position_embedding"),
             layers=[_load_layer(_Reader(tensors, layer), layer) for layer in range(spec.num_layers)],
-            final_norm=NormWeights(
-                model.stack("final_norm"), model.stack("final_norm_bias") if spec.norm_bias else None
-            ),
-            lm_head=embedding if spec.tied_embeddings else model.stack("lm_head"),
-            lm_head_bias=model.stack("lm_head_bias") if spec.lm_head_bias else None,
+            final_norm=None if final_norm is None else NormWeights(final_norm, optional("final_norm_bias")),
+            lm_head=embedding if spec.tied_embeddings else optional("lm_head"),
+            lm_head_bias=optional("lm_head_bias"),
         )
 
 

@@ -11,15 +11,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from neso.engine.lora.adapter import Target
+from neso.engine.parallel.sharding import Shard
 from neso.engine.runners.torch.adapters import AdapterSlots
 from neso.engine.runners.torch.kv_cache import KVCache, LayerCache
 from neso.engine.runners.torch.operations import ACTIVATIONS, Operations
+from neso.engine.runners.torch.ranks import Ranks
 from neso.engine.runners.torch.step_inputs import StepInputs
 from neso.engine.runners.torch.weights import MLP, DecoderWeights, Experts, LayerWeights, Norm
 from neso.engine.specs.decoder_spec import DecoderSpec
 
 Adapt = Callable[[tuple[Target, ...], Tensor, Tensor], Tensor]
 """(targets, x, y): returns y, the product of x with the matrices of `targets`, plus the adapters' updates."""
+
+
+_POST_NORMS = frozenset({"attention_post_norm", "mlp_post_norm"})
 
 
 def _no_adapters(targets: tuple[Target, ...], x: Tensor, y: Tensor) -> Tensor:
@@ -67,61 +72,92 @@ def _run_experts(spec: DecoderSpec, operations: Operations, weights: Experts, x:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Forward pass of a decoder.
+    """Forward pass of the shard of a decoder.
 
     `cos_sin`: for each layer, cosines, then sines of each position, float32[max_position, rotary_dim]; or None.
     """
 
-    spec: DecoderSpec
+    shard: Shard
     weights: DecoderWeights
     operations: Operations
     cos_sin: Sequence[Tensor | None]
     adapters: AdapterSlots
+    ranks: Ranks
+
+    @property
+    def spec(self) -> DecoderSpec:
+        return self.shard.spec
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """Return logits float32[R, vocab_size]; writes the new keys and values layer by layer."""
+        """Return the logits of `final_states`; writes the new keys and values layer by layer."""
         return self.logits(self.final_states(inputs, cache))
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits float32[R, vocab_size] for rows of `final_states`."""
+        """Return logits float32[R, vocab_size] for rows of `final_states`, no rows on other ranks than 0."""
         spec = self.spec
+        if self.weights.lm_head is None:
+            return states.new_empty((0, self.shard.whole.vocab_size), dtype=torch.float32)
         logits = self.weights.lm_head(states).float()
         if spec.logit_scale != 1.0:
             logits = logits * spec.logit_scale
         if spec.logit_softcap is not None:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
-        return logits
+        return self.ranks.gather(logits)
 
     def final_states(self, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """Return the normalized final hidden states of the requested tokens, [R + H, hidden]."""
+        """Return the normalized final hidden states of the requested tokens, [R + H, hidden].
+
+        A stage without head sends the hidden states of all tokens to the next stage, and returns them.
+        """
         spec, layers = self.spec, self.weights.layers
-        residual = self._embed(inputs)
+        if spec.has_embedding:
+            residual = self._embed(inputs)
+        else:
+            residual = self.ranks.receive(len(inputs.token_ids), self.weights.dtype)
+        # Both branches of a parallel layer are summed over the ranks at once, if no norm is between.
+        at_once = spec.parallel and not _POST_NORMS.intersection(spec.layer_norms)
         x = self._norm(residual, layers[0].norms.get("attention_norm"))
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
             attended = self._attention(x, index, layer, inputs, cache.layers[index])
-            if last and inputs.logits_rows is not None:
+            if last and spec.has_head and inputs.logits_rows is not None:
                 # After writing keys and values, the last layer is only computed for the requested tokens.
                 rows = inputs.logits_rows
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
                 x = x.index_select(0, rows) if spec.parallel else x
             adapt = partial(self._adapt, index, inputs)
             projected = adapt(("output",), attended, layer.output(attended))
-            branch = self._branch(projected, layer.norms.get("attention_post_norm"))
+            branch = self._branch(projected, layer.norms.get("attention_post_norm"), summed=at_once)
             if not spec.parallel:
                 x = self._add_norm(branch, residual, layer.norms.get("mlp_norm"))
             elif "mlp_norm" in layer.norms:
                 x = self._norm(residual, layer.norms["mlp_norm"])
             result = self._branch(
-                run_mlp(spec, self.operations, layer.mlp, x, adapt), layer.norms.get("mlp_post_norm")
+                run_mlp(spec, self.operations, layer.mlp, x, adapt),
+                layer.norms.get("mlp_post_norm"),
+                summed=at_once,
             )
+            if spec.parallel:
+                result = result + branch
+            if at_once:
+                self.ranks.sum(result)
             next_norm = self.weights.final_norm if last else layers[index + 1].norms.get("attention_norm")
-            x = self._add_norm(branch + result if spec.parallel else result, residual, next_norm)
+            x = self._add_norm(result, residual, next_norm)
+        if not spec.has_head:
+            self.ranks.send(x)
         return x
 
     def _embed(self, inputs: StepInputs) -> Tensor:
         spec, weights = self.spec, self.weights
-        x = functional.embedding(inputs.token_ids, weights.embedding)
+        assert weights.embedding is not None
+        if self.shard.layout.tensor_parallel == 1:
+            x = functional.embedding(inputs.token_ids, weights.embedding)
+        else:
+            ids = inputs.token_ids - self.shard.vocabulary.start
+            own = (ids >= 0) & (ids < spec.vocab_size)
+            # Rows of other ranks are zero here.
+            x = functional.embedding(torch.where(own, ids, 0), weights.embedding) * own[:, None]
+            self.ranks.sum(x)
         if spec.embedding_scale != 1.0:
             # The scale is rounded to the dtype first, as in training.
             x = x * float(torch.tensor(spec.embedding_scale, dtype=x.dtype))
@@ -146,8 +182,13 @@ class Decoder:
         residual += branch
         return self._norm(residual, norm)
 
-    def _branch(self, result: Tensor, post_norm: Norm | None) -> Tensor:
-        """Return the branch's contribution to the residual stream."""
+    def _branch(self, result: Tensor, post_norm: Norm | None, summed: bool) -> Tensor:
+        """Return the branch's contribution to the residual stream.
+
+        `summed`: the caller sums it over the ranks.
+        """
+        if not summed:
+            self.ranks.sum(result)
         result = self._norm(result, post_norm)
         return result if self.spec.residual_scale == 1.0 else result * self.spec.residual_scale
 
@@ -157,7 +198,8 @@ class Decoder:
         """Return y, the product with x, plus the updates of the batch's adapters."""
         if inputs.adapters is not None:
             # After attention, the last layer computes only the requested rows.
-            requested_only = "query" not in targets and index + 1 == len(self.weights.layers)
+            last = index + 1 == len(self.weights.layers)
+            requested_only = "query" not in targets and last and self.spec.has_head
             rows = inputs.adapters.wanted if requested_only else inputs.adapters.all
             self.adapters.adapt(index, targets, rows, x, y)
         return y
@@ -171,7 +213,10 @@ class Decoder:
         queries, keys, values = qkv.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         norms = layer.query_norm, layer.key_norm
         cos_sin = self.cos_sin[index]
-        if cos_sin is None or spec.qk_norm == "width":
+        if spec.qk_norm == "width" and self.shard.layout.tensor_parallel > 1:
+            self._norm_width(queries, layer.query_norm, keys, layer.key_norm)
+            norms = None, None
+        elif cos_sin is None or spec.qk_norm == "width":
             self._norm_heads(queries, layer.query_norm)
             self._norm_heads(keys, layer.key_norm)
             norms = None, None
@@ -185,6 +230,23 @@ class Decoder:
         window, softcap = spec.sliding_windows[index], spec.attention_softcap or 0.0
         attended = ops.attention(queries, cache, inputs, window, spec.attention_scale, softcap)
         return attended.flatten(1)
+
+    def _norm_width(
+        self, queries: Tensor, query_norm: Tensor | None, keys: Tensor, key_norm: Tensor | None
+    ) -> None:
+        """Normalize [T, heads, head_dim] in place, over the heads of a token on all ranks."""
+        assert query_norm is not None and key_norm is not None
+        whole = self.shard.whole
+        squares = torch.stack([heads.float().square().sum(dim=(1, 2)) for heads in (queries, keys)])
+        if not self.shard.owns_kv_heads:
+            squares[1] = 0
+        self.ranks.sum(squares)
+        for heads, sums, count, weight in (
+            (queries, squares[0], whole.num_heads, query_norm),
+            (keys, squares[1], whole.num_kv_heads, key_norm),
+        ):
+            factor = (sums / (count * whole.head_dim) + whole.norm_eps).rsqrt()
+            heads.copy_(heads.float() * factor[:, None, None] * weight.float().view(heads.shape[1:]))
 
     def _norm_heads(self, heads: Tensor, weight: Tensor | None) -> None:
         """Normalize [T, heads, head_dim] in place, per head or over all heads of a token."""

@@ -16,6 +16,7 @@ from neso.engine.runners.base import CacheLayout, Capability, Logits, Runner
 from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_block
 from neso.engine.runners.torch.operations import Operations, PlainOperations
+from neso.engine.runners.torch.ranks import device_of_rank
 from neso.engine.runners.torch.sampling import choose
 from neso.engine.runners.torch.step_inputs import send_together
 from neso.engine.sampling.token_sampling import SamplingBatch
@@ -25,7 +26,12 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def prepare_device(options: RunnerOptions) -> torch.device:
-    """Return the current CUDA device; without one the CPU, with the configured threads or at most `available_cores`."""
+    """Return the current CUDA device, or that of the rank; without one the CPU.
+
+    The CPU uses the configured threads, or at most `available_cores`.
+    """
+    if torch.cuda.is_available() and options.layout.size > 1:
+        return device_of_rank(options.layout)
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     torch.set_num_threads(options.num_threads or min(torch.get_num_threads(), available_cores()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraAdapter, output_widths
+from neso.engine.parallel.communicator import Communicator
+from neso.engine.parallel.sharding import Shard, shard_adapter, shard_of
 from neso.engine.pooling.pooler import PoolingPlan
 from neso.engine.runners.base import CacheLayout, Capability, Float32Array, PackedAdapter, SpecRunner
 from neso.engine.runners.rotary_tables import RotaryTables
@@ -19,6 +22,7 @@ from neso.engine.runners.torch.decode_graphs import DecodeGraphs
 from neso.engine.runners.torch.decoder import Decoder
 from neso.engine.runners.torch.device_runner import DeviceRunner, operations_for, prepare_device
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache
+from neso.engine.runners.torch.ranks import DeviceRanks, Ranks, SingleRank, UnconnectedRanks
 from neso.engine.runners.torch.step_inputs import step_inputs
 from neso.engine.runners.torch.weights import WeightLoader
 from neso.engine.specs.decoder_spec import DecoderSpec
@@ -28,14 +32,19 @@ logger = logging.getLogger(__name__)
 
 
 class TorchRunner(DeviceRunner, SpecRunner):
-    """Holds the weights, the KV cache and, on a GPU, CUDA graphs of decode steps."""
+    """Holds the weights and the KV cache of a shard and, on a GPU, CUDA graphs of decode steps."""
 
     capabilities: frozenset[Capability] = frozenset(
-        {"attention_sinks", "hidden_states", "host_cache", "input_embeddings", "lora", "tree_attention"}
+        {
+            *("attention_sinks", "hidden_states", "host_cache", "input_embeddings", "lora", "ranks"),
+            "tree_attention",
+        }
     )
 
-    def __init__(self, spec: DecoderSpec, decoder: Decoder, device: torch.device) -> None:
-        super().__init__(spec)
+    def __init__(self, shard: Shard, decoder: Decoder, device: torch.device) -> None:
+        super().__init__(shard.whole)
+        spec = shard.spec
+        self.shard = shard
         self.device = device
         self.dtype = decoder.weights.dtype
         self.heads = [HeadShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)] * spec.num_layers
@@ -50,11 +59,21 @@ class TorchRunner(DeviceRunner, SpecRunner):
         cls, spec: DecoderSpec, source: TensorSource, options: RunnerOptions = DEFAULT_OPTIONS
     ) -> TorchRunner:
         device = prepare_device(options)
-        weights = WeightLoader(spec, source, options, device).load()
+        shard = shard_of(spec, options.layout)
+        weights = WeightLoader(shard, source, options, device).load()
         logger.info("torch runner: %s, %s", device, weights.dtype)
-        adapters = AdapterSlots(output_widths(spec), device)
-        decoder = Decoder(spec, weights, operations_for(device), _cos_sin(spec, device), adapters)
-        return cls(spec, decoder, device)
+        adapters = AdapterSlots(output_widths(shard.spec), device)
+        cos_sin = _cos_sin(shard.spec, device)
+        ranks = SingleRank() if options.layout.size == 1 else UnconnectedRanks()
+        decoder = Decoder(shard, weights, operations_for(device), cos_sin, adapters, ranks)
+        return cls(shard, decoder, device)
+
+    def connect(self, communicator: Communicator) -> None:
+        self.use_ranks(DeviceRanks.open(self.shard, self.device, communicator))
+
+    def use_ranks(self, ranks: Ranks) -> None:
+        """Set the collectives of the step."""
+        self._decoder = replace(self._decoder, ranks=ranks)
 
     def allocate_cache(self, layout: CacheLayout) -> None:
         super().allocate_cache(layout)
@@ -92,7 +111,7 @@ class TorchRunner(DeviceRunner, SpecRunner):
         return states
 
     def pack_adapter(self, adapter: LoraAdapter) -> PackedAdapter:
-        return TorchAdapter.convert(adapter, self.dtype)
+        return TorchAdapter.convert(shard_adapter(adapter, self.shard), self.dtype)
 
     def set_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
         assert adapter is None or isinstance(adapter, TorchAdapter)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from neso.engine.parallel.sharding import Shard, open_tensors
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
-from neso.engine.specs.decoder_spec import NORM_BIASES, DecoderSpec, NormRole, Role
+from neso.engine.specs.decoder_spec import NORM_BIASES, NormRole, Role, model_shapes
 from neso.engine.weights.model_tensors import DecoderTensors
 from neso.engine.weights.quantized import Float8Matrix, Matrix, dense
 from neso.engine.weights.source import TensorSource
@@ -131,62 +132,62 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """`lm_head` multiplies by the embedding if they are tied."""
+    """`lm_head` multiplies by the embedding if they are tied. None: the spec has no embedding or no head."""
 
-    embedding: Tensor
+    dtype: torch.dtype
+    embedding: Tensor | None
     positions: Tensor | None
     layers: list[LayerWeights]
-    final_norm: Norm
-    lm_head: Linear
+    final_norm: Norm | None
+    lm_head: Linear | None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+
+def _choose_dtype(tensors: DecoderTensors, options: RunnerOptions) -> torch.dtype:
+    """Return the dtype of activations and dense weights, the same on all ranks: by default that of the embedding."""
+    if options.dtype != "auto":
+        return _NAMED[options.dtype]
+    found = tensors.matrix("embedding")
+    if isinstance(found, np.ndarray):
+        return _DTYPES.get(found.dtype, torch.float32)
+    return torch.bfloat16
 
 
 class WeightLoader:
-    """Loads weights onto a device one matrix at a time.
+    """Loads the weights of a shard onto a device one matrix at a time.
 
     Quantized matrices are dequantized, except float8 with a scale per output or per matrix.
     """
 
     def __init__(
-        self, spec: DecoderSpec, source: TensorSource, options: RunnerOptions, device: torch.device
+        self, shard: Shard, source: TensorSource, options: RunnerOptions, device: torch.device
     ) -> None:
         if options.quantization not in (None, "fp8"):
             raise UnsupportedOption(
                 f"the torch runner does not quantize to {options.quantization}; it has fp8"
             )
-        self._spec, self._tensors, self._device = spec, DecoderTensors(spec, source), device
+        self._spec, self._tensors, self._device = shard.spec, open_tensors(shard, source), device
         self._to_float8 = options.quantization == "fp8"
-        self.dtype = self._choose_dtype(options)
+        self.dtype = _choose_dtype(DecoderTensors(shard.whole, source), options)
 
     def load(self) -> DecoderWeights:
         """Load all weights. Raises `CheckpointError` if a tensor is missing or has the wrong shape."""
-        spec = self._spec
-        embedding = self._dense(self._tensors.matrix("embedding"))
-        positions = (
-            None if spec.position_offset is None else self._dense(self._tensors.table("position_embedding"))
-        )
-        head = embedding if spec.tied_embeddings else self._dense(self._tensors.matrix("lm_head"))
-        return DecoderWeights(
-            embedding=embedding,
-            positions=positions,
-            layers=[self._layer(layer) for layer in range(spec.num_layers)],
-            final_norm=Norm(
+        spec, tensors = self._spec, self._tensors
+        stored = model_shapes(spec)
+        embedding = self._dense(tensors.matrix("embedding")) if spec.has_embedding else None
+        positions = None
+        if "position_embedding" in stored:
+            positions = self._dense(tensors.table("position_embedding"))
+        final_norm, lm_head = None, None
+        if spec.has_head:
+            final_norm = Norm(
                 self._vector("final_norm"), self._vector("final_norm_bias") if spec.norm_bias else None
-            ),
+            )
+            head = embedding if spec.tied_embeddings else self._dense(tensors.matrix("lm_head"))
+            assert head is not None
             # Not quantized, because rounding errors directly affect the logits.
-            lm_head=DenseLinear(head, self._vector("lm_head_bias") if spec.lm_head_bias else None),
-        )
-
-    def _choose_dtype(self, options: RunnerOptions) -> torch.dtype:
-        if options.dtype != "auto":
-            return _NAMED[options.dtype]
-        found = self._tensors.matrix("embedding")
-        if isinstance(found, np.ndarray):
-            return _DTYPES.get(found.dtype, torch.float32)
-        return torch.bfloat16
+            lm_head = DenseLinear(head, self._vector("lm_head_bias") if spec.lm_head_bias else None)
+        layers = [self._layer(layer) for layer in range(spec.num_layers)]
+        return DecoderWeights(self.dtype, embedding, positions, layers, final_norm, lm_head)
 
     def _layer(self, layer: int) -> LayerWeights:
         spec = self._spec

@@ -1,0 +1,33 @@
+"""Leader mode: a model on the ranks that mpirun, srun or torchrun has started beside the server.
+
+`neso serve` describes them in the settings of the backend: `ranks`, their number, `rank-address`, where rank 0 listens
+for the others, and `rank-model`, the only model that runs on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from neso.engine.config import EngineConfig
+from neso.server.errors import InvalidArgument
+
+
+def with_launched_ranks(config: EngineConfig, model: str, settings: Mapping[str, str]) -> EngineConfig:
+    """Return the options of a model with the launched ranks, if it is the one that runs on them.
+
+    Without tensor_parallel_size, each layer is split among the ranks that pipeline_parallel_size leaves. Raises
+    `InvalidArgument` if the options need another number of ranks.
+    """
+    if settings.get("rank-model") != model:
+        return config
+    size = int(settings["ranks"])
+    if config.tensor_parallel_size == 1 and size % config.pipeline_parallel_size == 0:
+        config = replace(config, tensor_parallel_size=size // config.pipeline_parallel_size)
+    if config.num_ranks != size:
+        raise InvalidArgument(
+            f"{size} ranks were started, but tensor_parallel_size {config.tensor_parallel_size} and "
+            f"pipeline_parallel_size {config.pipeline_parallel_size} need {config.num_ranks}"
+        )
+    return replace(config, rank_address=settings["rank-address"])
