@@ -191,7 +191,7 @@ def main() -> None:
     source = RandomWeights(config)
     runner = TorchRunner.load(spec, source, RunnerOptions("bfloat16", arguments.quantization))
     plain = TorchRunner(
-        spec, dataclasses.replace(runner._decoder, operations=PlainOperations()), runner.device
+        runner.shard, dataclasses.replace(runner._decoder, operations=PlainOperations()), runner.device
     )
     limits = measure_limits(runner.device)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

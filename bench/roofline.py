@@ -25,6 +25,7 @@ from machine_limits import MachineLimits, best_seconds, describe, measure, use_s
 
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.host_resources import available_cores
+from neso.engine.parallel.sharding import shard_of
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.native.packed_decoder import (
     PackedDecoder,
@@ -99,7 +100,7 @@ class Model:
             self.spec: DecoderSpec = decoder_spec(source.config)
             items = dict(pack_items(DecoderTensors(self.spec, source), options, threads))
         self.weights = PackedDecoder.assemble(self.spec, items)
-        self.runner = NativeRunner(self.spec, self.weights, threads)
+        self.runner = NativeRunner(shard_of(self.spec, options.layout), self.weights, threads)
         tokens = max(phase.sequences * _blocks(phase) * BLOCK for phase in phases)
         self.runner.allocate_cache(CacheLayout(tokens // BLOCK, BLOCK))
 

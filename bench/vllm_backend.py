@@ -10,24 +10,21 @@ usage: python bench/vllm_backend.py [CHECKPOINT] [--size s|m] [--rounds 2] [--qu
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import json
 import os
 import statistics
 import subprocess
 import tempfile
-import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import psutil
 from checkpoint import write_checkpoint
-from load import Chunk, LoadResult, Timing, Workload, one_token_words, run_load
+from load import LoadResult, Workload, one_token_words, run_load
 from peer_server import RunningServer, machine, serve
 from smoke import parse_arguments, require_environment
 from vs_vllm import ROOT, VENV, install_vllm
@@ -83,46 +80,6 @@ def neso_server(venv: Path, model: Path) -> Iterator[RunningServer]:
             yield server
 
 
-async def run_generate_stream(workload: Workload, words: list[str]) -> LoadResult:
-    """Run the load through Triton's generate_stream; a response has one token, unless it reports more."""
-    timings: list[Timing] = []
-    prompts = iter(workload.prompts())
-    url = f"http://127.0.0.1:{NESO_HTTP_PORT}/v2/models/model/generate_stream"
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
-
-        async def worker() -> None:
-            for ids in prompts:
-                prompt = "".join(words[i % len(words)] for i in ids)
-                timings.append(await _generate_stream(session, url, prompt, workload.osl))
-
-        started = time.perf_counter()
-        await asyncio.gather(*(worker() for _ in range(workload.concurrency)))
-        return LoadResult.of(timings, time.perf_counter() - started)
-
-
-async def _generate_stream(session: aiohttp.ClientSession, url: str, prompt: str, osl: int) -> Timing:
-    body = {
-        "text_input": prompt,
-        "stream": True,
-        "return_num_output_tokens": True,
-        "temperature": 0,
-        "max_tokens": osl,
-        "ignore_eos": True,
-    }
-    started, tokens = time.perf_counter(), 0
-    chunks: list[Chunk] = []
-    async with session.post(url, json=body) as response:
-        async for line in response.content:
-            if line.startswith(b"data:"):
-                message = json.loads(line[5:])
-                if "error" in message:
-                    raise RuntimeError(message["error"])
-                tokens += message["num_output_tokens"]
-                chunks.append(Chunk(time.perf_counter() - started, tokens))
-    return Timing(chunks)
-
-
 @dataclass(frozen=True)
 class Measured(LoadResult):
     """`cpu`: CPU time of the front process in milliseconds per token."""
@@ -133,9 +90,9 @@ class Measured(LoadResult):
         return f"{super().__str__()}  front CPU {self.cpu:.3f} ms/token"
 
 
-def measured(server: RunningServer, workload: Workload, load: Coroutine[Any, Any, LoadResult]) -> Measured:
+def measured(server: RunningServer, workload: Workload, load: Callable[[], LoadResult]) -> Measured:
     before = _cpu_seconds(server)
-    result = asyncio.run(load)
+    result = load()
     cpu = 1e3 * (_cpu_seconds(server) - before) / (workload.requests * workload.osl)
     return Measured(**dataclasses.asdict(result), cpu=cpu)
 
@@ -147,18 +104,20 @@ def _cpu_seconds(server: RunningServer) -> float:
 
 def measure(server: RunningServer, words: list[str], quick: bool) -> dict[str, Measured]:
     """Run and print all cases, after a warm-up."""
-    asyncio.run(run_load(server.url, server.model, Workload(128, 16, 4, 8, seed=99), words=words))
+    run_load(server.url, server.model, Workload(128, 16, 4, 8, seed=99), words=words)
     results = {}
     for name, workload in CASES.items():
         if quick:
             workload = dataclasses.replace(workload, requests=workload.concurrency * 2)
-        load = run_load(server.url, server.model, workload, words=words)
+        load = partial(run_load, server.url, server.model, workload, words=words)
         results[name] = measured(server, workload, load)
         print(f"{server.name:4} {name:5} {'/v1/completions':16} {results[name]}", flush=True)
         if server.name == "neso":
             # Different prompts, because the first ones are in the prefix cache.
             again = dataclasses.replace(workload, seed=workload.seed + 1)
-            result = measured(server, again, run_generate_stream(again, words))
+            url = f"http://127.0.0.1:{NESO_HTTP_PORT}"
+            load = partial(run_load, url, "model", again, words=words, endpoint_type="generate")
+            result = measured(server, again, load)
             print(f"{server.name:4} {name:5} {'generate_stream':16} {result}", flush=True)
             results[f"{name} generate"] = result
     return results

@@ -9,7 +9,6 @@ usage: python bench/vs_llamacpp.py [CHECKPOINT] [--venv DIR] [--rounds 3] [--jso
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import subprocess
@@ -133,7 +132,7 @@ def measure(server: RunningServer, words: list[str] | None) -> Figures:
 
     def load(isl: int, osl: int, requests: int, seed: int) -> LoadResult:
         workload = Workload(isl, osl, 1, requests, seed=seed)
-        return asyncio.run(run_load(server.url, server.model, workload, words=words))
+        return run_load(server.url, server.model, workload, words=words)
 
     load(32, 8, 2, 99)
     load(1024, 2, 1, 98)

@@ -9,7 +9,6 @@ usage: python bench/vs_vllm.py [CHECKPOINT] [--venv DIR] [--quick] [--json FILE]
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import json
 import os
@@ -78,17 +77,17 @@ def vllm(venv: Path, model: Path):  # type: ignore[no-untyped-def]
 def measure(server: RunningServer, cases: dict[str, Workload], quick: bool) -> Measured:
     """Run and print all cases, after a warm-up."""
     started = time.perf_counter()
-    asyncio.run(run_load(server.url, server.model, Workload(32, 1, 1, 1, seed=98)))
+    run_load(server.url, server.model, Workload(32, 1, 1, 1, seed=98))
     first = server.start_seconds + time.perf_counter() - started
     print(f"{server.name}: first response {first:.2f} s after the start")
-    asyncio.run(run_load(server.url, server.model, Workload(128, 16, 4, 8, seed=99)))
+    run_load(server.url, server.model, Workload(128, 16, 4, 8, seed=99))
     results = {}
     for name, workload in cases.items():
         if quick:
             workload = dataclasses.replace(
                 workload, requests=max(workload.concurrency, workload.requests // 4)
             )
-        results[name] = asyncio.run(run_load(server.url, server.model, workload))
+        results[name] = run_load(server.url, server.model, workload)
         print(f"{server.name:5} {name:14} {results[name]}", flush=True)
     resident = resident_bytes(server.pid)
     print(f"{server.name}: {resident / 1e6:.0f} MB resident")

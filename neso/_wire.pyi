@@ -30,6 +30,13 @@ def parse_plain_infer(
     `bytes` for BYTES, or the int `binary_data_size`. An output is (name, binary). None for anything else, valid or not.
     """
 
+def count_json(json: bytes | memoryview, stop: int) -> tuple[int, int, int]:
+    """(values, strings, arrays and objects) that a parser of the text would create; it may be invalid.
+
+    The values are an upper bound; names of members are strings. Counting stops when there are more than `stop` values
+    or strings.
+    """
+
 def split_strings(data: bytes | memoryview, count: int) -> tuple[list[bytes], int]:
     """Split a BYTES tensor in the binary format, a uint32 length before each element, into at most `count` elements.
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/reference/command-line.md from the flags of `neso serve`.
+"""Writes the tables of docs/reference/command-line.md and perf.md from the flags of `neso serve` and `neso perf`.
 
 Usage: `python scripts/command_line_docs.py`.
 """
@@ -7,16 +7,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from neso.cli.perf_flags import ANALYZE_TOPICS, TUNE_TOPICS
+from neso.cli.perf_flags import TOPICS as PROFILE_TOPICS
 from neso.cli.serve_flags import TOPICS
 from neso.flags import Flag
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "command-line.md"
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
+PERF_TOPICS = {
+    **PROFILE_TOPICS,
+    "Options of `neso perf analyze`": ANALYZE_TOPICS["Analysis"],
+    "Options of `neso perf tune`": TUNE_TOPICS["Tuning"],
+}
+PAGES = {REFERENCE / "command-line.md": TOPICS, REFERENCE / "perf.md": PERF_TOPICS}
 BEGIN = "<!-- The tables are written by scripts/command_line_docs.py. -->\n"
 
 
-def page(text: str) -> str:
+def page(text: str, topics: dict[str, tuple[Flag, ...]]) -> str:
     """Return the page with up-to-date tables; the text above them is unchanged."""
-    sections = (_section(title, flags) for title, flags in TOPICS.items())
+    sections = (_section(title, flags) for title, flags in topics.items())
     return text[: text.index(BEGIN)] + BEGIN + "".join(sections)
 
 
@@ -35,4 +43,5 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    for path, topics in PAGES.items():
+        path.write_text(page(path.read_text(), topics))

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
+from types import MappingProxyType, SimpleNamespace
+from typing import NamedTuple, cast
 
 from neso.backends.llm.metrics import LlmMetrics
 from neso.backends.restarts import RESTARTS
 from neso.backends.vllm.metrics import VllmMetrics
+from neso.engine.client.async_engine import AsyncEngine
+from neso.engine.client.engine_group import EngineGroup
+from neso.engine.config import EngineConfig
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LoraConfig
@@ -125,6 +128,12 @@ def sections() -> list[Section]:
             [f for f in common if f.name.startswith("vllm:") and f not in vllm],
         ),
         Section(
+            "Engines of a model",
+            "Models of the backends `llm`, `neso`, `embedding` and `tensorrtllm`. `engine` is its number. "
+            "The other metrics of a model are sums over its engines.",
+            [f for f in common if f.name.startswith(("neso_engine_", "neso_group_"))],
+        ),
+        Section(
             "Speculative decoding, by position of the draft token",
             "With `speculative`.",
             _new(speculative, plain),
@@ -168,7 +177,11 @@ def _language_model(
         in_flight_batching=in_flight_batching,
     )
     registry = MetricsRegistry()
-    LlmMetrics(registry, "model", "1", EngineStats, info)
+    engine = SimpleNamespace(
+        info=info, stats=EngineStats(), alive=True, num_requests=0, on_dead=id, on_stats=id
+    )
+    group = EngineGroup([cast(AsyncEngine, engine)], EngineConfig(model=""))
+    LlmMetrics(registry, "model", "1", group)
     return registry
 
 

@@ -55,6 +55,14 @@ install() {
 setup_base() { install base ""; }
 setup_tests() { install tests "[dev]"; }
 
+# Slurm, for the tests of deploy/slurm, which are skipped without it. Installed only by root with apt.
+setup_slurm() {
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && ! command -v slurmctld >/dev/null; then
+        echo "neso: installing Slurm for the tests of deploy/slurm"
+        apt-get install -y --no-install-recommends slurm-wlm munge >/dev/null 2>&1 || echo "neso: Slurm cannot be installed"
+    fi
+}
+
 # Real vLLM (CPU build) for the tests of its backend, in .venv-vllm because it pins other versions.
 setup_vllm() {
     local stamp=".venv-vllm/.neso" state

@@ -34,7 +34,9 @@ class Clients:
 
     def __init__(self, server: SoakServer) -> None:
         self.server = server
-        self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT))
+        # Without the default limit of 100 connections: requests that wait for a model would delay all others.
+        connector = aiohttp.TCPConnector(limit=0)
+        self.http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(TIMEOUT))
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.ports['grpc']}")
         self.grpc = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self.random = random.Random(0)

@@ -1,6 +1,7 @@
 #include "wire/infer_request.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <cmath>
 #include <cstdint>
@@ -13,6 +14,14 @@ namespace neso::wire {
 namespace {
 
 constexpr std::size_t kMaxRank = 16;
+constexpr std::size_t kLargeText = 64 << 10;     // bytes
+constexpr Py_ssize_t kMaxStrings = 1'000'000;    // as MAX_STRINGS in neso/server/tensor.py
+constexpr Py_ssize_t kStringsInARow = 16 << 10;  // created before other threads may run
+
+// Lets other threads run after every kStringsInARow objects.
+void let_others_run(Py_ssize_t count) {
+    if (count % kStringsInARow == kStringsInARow - 1) const WithoutGil released(true);
+}
 
 struct Shape {
     std::int64_t extents[kMaxRank];
@@ -60,10 +69,14 @@ class Reader {
         return false;
     }
 
-    // Integers must be in the type's range, without fraction or exponent; floating-point numbers must be finite.
+    // Integers must be in the type's range, without fraction or exponent; floating-point numbers must be finite, or
+    // NaN, Infinity or -Infinity.
     template <typename T>
     bool number(T& out) {
         skip();
+        if constexpr (std::is_floating_point_v<T>) {
+            if (not_finite(out)) return true;
+        }
         const char* start = at_;
         bool whole = true;
         if (!scan_number(whole)) return false;
@@ -106,6 +119,8 @@ class Reader {
         return take('}');
     }
 
+    std::size_t remaining() const { return static_cast<std::size_t>(end_ - at_); }
+
   private:
     bool starts_nested() {
         const char* start = at_;
@@ -126,6 +141,17 @@ class Reader {
 
     void skip() {
         while (at_ != end_ && (*at_ == ' ' || *at_ == '\n' || *at_ == '\r' || *at_ == '\t')) ++at_;
+    }
+
+    template <typename T>
+    bool not_finite(T& out) {
+        if (at_ == end_ || (*at_ != 'N' && *at_ != 'I' && *at_ != '-')) return false;
+        const std::string_view rest(at_, static_cast<std::size_t>(end_ - at_));
+        constexpr T infinity = std::numeric_limits<T>::infinity();
+        if (rest.starts_with("NaN")) return out = std::numeric_limits<T>::quiet_NaN(), at_ += 3, true;
+        if (rest.starts_with("Infinity")) return out = infinity, at_ += 8, true;
+        if (rest.starts_with("-Infinity")) return out = -infinity, at_ += 9, true;
+        return false;
     }
 
     bool digits() {
@@ -169,17 +195,21 @@ class Reader {
 template <typename T>
 Reference read_elements(Reader& reader, const Shape& shape) {
     std::vector<T> elements;
-    elements.reserve(static_cast<std::size_t>(std::min<std::int64_t>(shape.count, 1 << 16)));
-    const bool good = reader.tensor(shape, [&] {
-        T value{};
-        if constexpr (std::is_same_v<T, bool>) {
-            if (!reader.boolean(value)) return false;
-        } else {
-            if (!reader.number(value)) return false;
-        }
-        elements.push_back(value);
-        return true;
-    });
+    bool good = false;
+    {
+        const WithoutGil released(reader.remaining() > kLargeText);  // other threads run while a large tensor is read
+        elements.reserve(static_cast<std::size_t>(std::min<std::int64_t>(shape.count, 1 << 16)));
+        good = reader.tensor(shape, [&] {
+            T value{};
+            if constexpr (std::is_same_v<T, bool>) {
+                if (!reader.boolean(value)) return false;
+            } else {
+                if (!reader.number(value)) return false;
+            }
+            elements.push_back(value);
+            return true;
+        });
+    }
     if (!good || static_cast<std::int64_t>(elements.size()) != shape.count) return {};
     Reference buffer(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(elements.size() * sizeof(T))));
     if (buffer && !elements.empty()) {
@@ -200,7 +230,9 @@ Reference read_strings(Reader& reader, const Shape& shape) {
         // Conversion to text checks that the bytes are UTF-8.
         if (!reader.string(element) || !text(element)) return false;
         Reference item = bytes(element);
-        return item && PyList_Append(list.get(), item.get()) == 0;
+        if (!item || PyList_Append(list.get(), item.get()) != 0) return false;
+        let_others_run(PyList_GET_SIZE(list.get()));
+        return PyList_GET_SIZE(list.get()) <= kMaxStrings;
     });
     if (!good || PyList_GET_SIZE(list.get()) != shape.count) return {};
     return list;
@@ -241,6 +273,20 @@ Reference as_tuple(const Shape& shape) {
         PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), extent);
     }
     return tuple;
+}
+
+// Returns the position after the quote that ends a string, or `end`.
+const char* end_of_string(const char* start, const char* end) {
+    const char* at = start;
+    while (at != end) {
+        const auto* quote = static_cast<const char*>(std::memchr(at, '"', static_cast<std::size_t>(end - at)));
+        if (quote == nullptr) break;
+        const char* before = quote;
+        while (before != start && before[-1] == '\\') --before;
+        at = quote + 1;
+        if ((quote - before) % 2 == 0) return at;
+    }
+    return end;
 }
 
 bool append(const Reference& list, Reference item) { return item && PyList_Append(list.get(), item.get()) == 0; }
@@ -339,9 +385,35 @@ PyObject* split_strings(std::string_view data, std::size_t count) {
         if (length > data.size() - pos - 4) break;
         Reference element = bytes(data.substr(pos + 4, length));
         if (!element || PyList_Append(elements.get(), element.get()) != 0) return nullptr;
+        let_others_run(static_cast<Py_ssize_t>(i));
         pos += 4 + length;
     }
     return Py_BuildValue("(Nn)", elements.release(), static_cast<Py_ssize_t>(pos));
+}
+
+JsonCounts count_json(std::string_view json, std::size_t stop) {
+    static const auto special = [] {
+        std::array<bool, 256> table{};
+        for (const unsigned char c : {'"', '[', '{', ','}) table[c] = true;
+        return table;
+    }();
+    JsonCounts counts;
+    counts.values = 1;
+    const char* at = json.data();
+    const char* const end = at + json.size();
+    while (counts.values <= stop && counts.strings <= stop) {
+        while (at != end && !special[static_cast<unsigned char>(*at)]) ++at;
+        if (at == end) break;
+        const char c = *at++;
+        if (c == '"') {
+            ++counts.strings;
+            at = end_of_string(at, end);
+        } else {
+            ++counts.values;
+            if (c != ',') ++counts.containers;
+        }
+    }
+    return counts;
 }
 
 }  // namespace neso::wire

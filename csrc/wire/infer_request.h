@@ -19,4 +19,14 @@ PyObject* parse_plain_infer(std::string_view json);
 // Returns (list of bytes, position after the last element); null with an exception set if out of memory.
 PyObject* split_strings(std::string_view data, std::size_t count);
 
+struct JsonCounts {
+    std::size_t values = 0;      // upper bound: one, and one for each comma, array and object outside strings
+    std::size_t strings = 0;     // also names of members
+    std::size_t containers = 0;  // arrays and objects
+};
+
+// Counts what a JSON parser would create, for text that may be invalid. Stops when there are more than `stop` values or
+// strings. Needs no interpreter lock.
+JsonCounts count_json(std::string_view json, std::size_t stop);
+
 }  // namespace neso::wire

@@ -14,6 +14,8 @@ namespace nb = nanobind;
 
 namespace {
 
+constexpr std::size_t kLarge = 64 << 10;  // bytes that are scanned without the interpreter lock
+
 class Buffer {
   public:
     explicit Buffer(nb::handle object) {
@@ -61,6 +63,18 @@ NB_MODULE(_wire, module) {
         "parse_plain_infer",
         [](nb::handle json) { return or_none(neso::wire::parse_plain_infer(Buffer(json).get())); }, nb::arg("json"));
     module.def(
+        "count_json",
+        [](nb::handle json, std::size_t stop) {
+            const Buffer buffer(json);
+            neso::wire::JsonCounts counts;
+            {
+                const neso::wire::WithoutGil released(buffer.get().size() > kLarge);
+                counts = neso::wire::count_json(buffer.get(), stop);
+            }
+            return nb::make_tuple(counts.values, counts.strings, counts.containers);
+        },
+        nb::arg("json"), nb::arg("stop"));
+    module.def(
         "split_strings",
         [](nb::handle data, std::size_t count) {
             PyObject* split = neso::wire::split_strings(Buffer(data).get(), count);
@@ -88,7 +102,11 @@ NB_MODULE(_wire, module) {
     module.def(
         "split_infer_request",
         [](nb::bytes data, std::uint64_t max_messages, std::uint64_t max_values) {
-            const auto scan = neso::wire::scan_infer_request(view(data), {max_messages, max_values}, true);
+            neso::wire::Scan scan;
+            {
+                const neso::wire::WithoutGil released(data.size() > kLarge);
+                scan = neso::wire::scan_infer_request(view(data), {max_messages, max_values}, true);
+            }
             check(scan);
             nb::list raw;
             for (const auto& content : scan.raw) raw.append(nb::bytes(content.data(), content.size()));

@@ -31,6 +31,20 @@ class Reference {
     PyObject* object_ = nullptr;
 };
 
+// Releases the interpreter lock in its scope, if `large`. The scope must not use Python objects.
+class WithoutGil {
+  public:
+    explicit WithoutGil(bool large) : state_(large ? PyEval_SaveThread() : nullptr) {}
+    WithoutGil(const WithoutGil&) = delete;
+    WithoutGil& operator=(const WithoutGil&) = delete;
+    ~WithoutGil() {
+        if (state_ != nullptr) PyEval_RestoreThread(state_);
+    }
+
+  private:
+    PyThreadState* state_;
+};
+
 // A str from UTF-8; null without an exception if the bytes are invalid.
 inline Reference text(std::string_view bytes) {
     PyObject* object = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "strict");

@@ -21,8 +21,8 @@ from rich.table import Table
 from tool_examples import make_example
 from train import MODEL
 
-from neso.engine.client.llm import LLM, Completion
-from neso.generation import FinishReason, SamplingParams
+from neso.engine.client.llm import LLM
+from neso.generation import Completion, FinishReason, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
 THRESHOLD = 0.97

@@ -56,6 +56,11 @@ class Restarts:
         count = self._count()
         return 0.0 if count <= 1 else float(min(MIN_DELAY * 2 ** min(count - 2, 30), MAX_DELAY))
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether there were more failures than the limit in the window; always False without a window."""
+        return self._window is not None and self._count() > self._limit
+
     async def restart(
         self, start: Callable[[], Awaitable[Process]], failed: Callable[[Exception], None]
     ) -> Process | None:
@@ -64,7 +69,7 @@ class Restarts:
         `failed` is called with each exception of `start`.
         """
         failed_starts = 0
-        while not self._exceeded(failed_starts):
+        while not (self.exhausted if self._window is not None else failed_starts >= self._limit):
             await asyncio.sleep(self.delay)
             try:
                 process = await start()
@@ -76,9 +81,6 @@ class Restarts:
                 self._counter.inc()
                 return process
         return None
-
-    def _exceeded(self, failed_starts: int) -> bool:
-        return failed_starts >= self._limit if self._window is None else self._count() > self._limit
 
     def _count(self) -> int:
         if self._window is not None:

@@ -34,7 +34,20 @@ def build(
         BuildQuantization | None,
         typer.Option(help="int8, int4: weights only; int8_dynamic: weights and activations; fp8: for GPUs."),
     ] = None,
-    tensor_parallel: Annotated[int, typer.Option(help="Number of tensor-parallel ranks.")] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", "--tp", help="Number of ranks that each layer is split among.")
+    ] = 1,
+    pipeline_parallel: Annotated[
+        int,
+        typer.Option(
+            "--pipeline-parallel",
+            "--pp",
+            help="Number of groups of ranks that the layers are distributed to.",
+        ),
+    ] = 1,
+    rank: Annotated[
+        int | None, typer.Option(help="Write only the files of this rank. Default: of all ranks.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Number of threads. Default: all cores.")] = None,
 ) -> None:
     """Pack a model, so that later starts map it into memory without conversion."""
@@ -57,11 +70,17 @@ def build(
                 bar.update(task, completed=done, total=total)
 
             if quantization is BuildQuantization.fp8:
-                if tensor_parallel != 1 or dtype is not BuildDType.auto:
-                    raise UnsupportedOption("fp8 cannot be combined with --tensor-parallel or --dtype")
+                if (tensor_parallel, pipeline_parallel, rank) != (1, 1, None):
+                    raise UnsupportedOption(
+                        "fp8 checkpoints are not built for ranks: each rank reads its part of the whole checkpoint"
+                    )
+                if dtype is not BuildDType.auto:
+                    raise UnsupportedOption("fp8 cannot be combined with --dtype")
                 build_float8(resolve_model(model), target, progress)
             else:
-                build_engine(resolve_model(model), target, options, tensor_parallel, progress)
+                build_engine(
+                    resolve_model(model), target, options, tensor_parallel, pipeline_parallel, rank, progress
+                )
     except (CheckpointError, ModelNotFound, UnsupportedModel, ValueError, OSError) as error:
         typer.echo(f"neso build: {error}", err=True)
         raise typer.Exit(1) from None

@@ -39,7 +39,7 @@ class FlagValues:
         for name, texts in command_line.items():
             if texts:
                 values._set(values._flags[name], texts, values._flags[name].option)
-        config: Path | None = values[CONFIG]
+        config: Path | None = values[CONFIG] if CONFIG in values._flags else None
         if config is not None:
             values._set_entries(read_config(config))
         for flag in values._flags.values():

@@ -13,6 +13,8 @@ import typer
 
 from neso import __version__
 from neso.cli.build import build
+from neso.cli.launch import LAUNCH_HELP, launch
+from neso.cli.perf import perf
 from neso.cli.repo import repo
 from neso.cli.serve import SUMMARY, ServeCommand, serve_function
 
@@ -43,8 +45,10 @@ def neso(
 
 
 app.command(help="Pack a model for the native runner, optionally quantized.")(build)
+app.command(help=LAUNCH_HELP, context_settings={"ignore_unknown_options": True})(launch)
 app.command("serve", cls=ServeCommand, help=SUMMARY)(serve_function())
 app.add_typer(repo, name="repo")
+app.add_typer(perf, name="perf")
 
 
 def main() -> None:

@@ -47,6 +47,12 @@ ENGINE_FLAGS = (
     _engine_flag("dtype"),
     _engine_flag("quantization", default_text="none"),
     _engine_flag("num_threads", integer(1)),
+    _engine_flag("tensor_parallel_size", integer(1)),
+    _engine_flag("pipeline_parallel_size", integer(1)),
+    _engine_flag("rank_address", metavar="HOST:PORT"),
+    _engine_flag("data_parallel_size", integer(1)),
+    _engine_flag("cpus", metavar="LIST", default_text="all, or disjoint sets for several engines"),
+    _engine_flag("device_ids", metavar="LIST"),
     _engine_flag("max_model_len", integer(1)),
     _engine_flag("max_num_seqs", integer(1)),
     _engine_flag("max_num_batched_tokens", integer(1)),
@@ -88,6 +94,19 @@ COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
         LORA_MODULES,
         SPECULATIVE_CONFIG,
         ENGINE_CONFIG,
+    ),
+    "Ranks (one model over several processes)": (
+        Flag(
+            "rank-model",
+            "Model that runs on the ranks started by mpirun, srun or torchrun.",
+            default_text="the MODEL, or tensorrt_llm of a repository",
+            metavar="NAME",
+        ),
+        Flag(
+            "multi-model",
+            "Start the ranks of all models from this server, on disjoint CPUs; ignore those of a launcher.",
+            SWITCH,
+        ),
     ),
     "Connections": (),
     "HTTP": (

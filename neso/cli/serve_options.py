@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +22,9 @@ from neso.frontends.frontend_options import (
 )
 from neso.frontends.openai_options import OpenAIOptions
 from neso.server.cache_options import CacheConfig
-from neso.server.errors import ServerError
+from neso.server.errors import ServerError, Unavailable
 from neso.server.options import LogOptions, ServerOptions
+from neso.server.trace_config import TRACING_UNSUPPORTED
 
 SHIPPED_MODEL = "neso-pilot"
 
@@ -49,7 +52,8 @@ class ModelArgument:
 class ServeOptions:
     """All options of `neso serve`. Disabled frontends are None.
 
-    `engine`: options of the engines of `models`, as parameters of the `llm` backend. `warnings`: messages about given
+    `engine`: options of the engines of `models`, as parameters of the `llm` backend. `rank_model`, `rank_address`: see
+    `leader_mode`. `warnings`: messages about given
     options that have no effect.
     """
 
@@ -63,6 +67,9 @@ class ServeOptions:
     openai: OpenAIOptions | None
     log: LogOptions
     warnings: tuple[str, ...] = ()
+    rank_model: str | None = None
+    rank_address: str | None = None
+    multi_model: bool = False
 
     @classmethod
     def read(cls, command_line: Mapping[str, list[str]]) -> ServeOptions:
@@ -73,6 +80,7 @@ class ServeOptions:
         except ServerError as error:
             raise OptionError(error.message) from None
         options._check_ports()
+        options._check_processes()
         return options
 
     @classmethod
@@ -105,7 +113,53 @@ class ServeOptions:
             openai=openai,
             log=values.build(LogOptions),
             warnings=tuple(values.warnings),
+            rank_model=values["rank-model"],
+            rank_address=values["rank-address"],
+            multi_model=bool(values["multi-model"]),
         )
+
+    def _check_processes(self) -> None:
+        """Raise `OptionError` for an option that several server processes do not support."""
+        if self.connections.num_processes == 1:
+            return
+        if sys.platform != "linux":
+            raise OptionError("--server-processes greater than 1 needs Linux")
+        if self.server.trace.setting.level:
+            raise OptionError(f"--trace-config: {TRACING_UNSUPPORTED}")
+
+    def sharing_ports(self) -> ServeOptions:
+        """Return the options of each process of a server: the same ports, and an equal part of the memory."""
+        connections = self.connections
+        part = connections.max_body_memory // connections.num_processes
+        largest = 0 if self.http is None else self.http.max_input_size
+        return replace(
+            self,
+            connections=replace(connections, max_body_memory=max(part, largest, 1)),
+            http=None if self.http is None else replace(self.http, reuse_port=True),
+            grpc=None if self.grpc is None else self._grpc_of_one_process(self.grpc),
+            openai=None if self.openai is None else replace(self.openai, reuse_port=True),
+        )
+
+    def _grpc_of_one_process(self, grpc: GrpcOptions) -> GrpcOptions:
+        """Return gRPC options with an equal part of the memory for requests."""
+        part = grpc.max_memory // self.connections.num_processes
+        return replace(grpc, reuse_port=True, max_memory=max(part, grpc.max_connection_memory))
+
+    def with_ports(self, ports: Mapping[str, int]) -> ServeOptions:
+        """Return the options of a front-end process: the ports that are in use, without the metrics frontend."""
+        return replace(
+            self,
+            http=None if self.http is None else replace(self.http, port=ports["http"]),
+            grpc=None if self.grpc is None else replace(self.grpc, port=ports["grpc"]),
+            openai=None if self.openai is None else replace(self.openai, port=ports["openai"]),
+            metrics=None,
+        )
+
+    def check_ports_free(self) -> None:
+        """Raise `Unavailable` if another server listens on a port; processes that share ports cannot detect it."""
+        for frontend in (self.http, self.grpc, self.openai):
+            if frontend is not None and frontend.port and not frontend.reuse_port:
+                check_port_free(frontend.host, frontend.port)
 
     def _check_ports(self) -> None:
         """Raise `OptionError` if two frontends have the same address and port."""
@@ -125,6 +179,23 @@ class ServeOptions:
                     f"address and port {options.host}:{options.port}"
                 )
             used[address] = name
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raise `Unavailable` if the port is in use. The frontends report an unknown host."""
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return
+    for family, kind, protocol, _, address in places:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def _models(texts: list[str], served_name: str | None) -> tuple[ModelArgument, ...]:

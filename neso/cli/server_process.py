@@ -6,23 +6,33 @@ import asyncio
 import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import uvloop
 
 from neso.cli.flag_values import OptionError
+from neso.cli.leader_mode import follow, lead
 from neso.cli.serve_options import ModelArgument, ServeOptions
+from neso.engine.parallel.launched_rank import launched_rank
 from neso.frontends import Frontend
 from neso.frontends.transport.http1 import AsgiApp, AsgiServer, BindError
+from neso.frontends.transport.tcp import ConnectionLimits
+from neso.server.admission import Admission
 from neso.server.core import Core
 from neso.server.errors import ServerError
 from neso.server.log import configure_log
-from neso.server.memory import freeze_gc
+from neso.server.memory import freeze_gc, trim_when_idle
 from neso.server.metadata import ModelState
 from neso.server.model import BACKEND_SHARE, Model
+from neso.server.processes.front_ends import FrontEnds
+from neso.server.shared_counts import SharedCounts
 
 logger = logging.getLogger("neso")
 
@@ -53,40 +63,137 @@ def run(command_line: Mapping[str, list[str]]) -> int:
         configure_log(options.log)
         for warning in options.warnings:
             logger.warning(warning)
+        if options.multi_model:
+            from neso.cli.orchestrator_mode import orchestrate
+
+            options = orchestrate(options)
+        launched = None if options.multi_model else launched_rank()
+        if launched is not None and launched.size > 1:
+            if launched.rank:
+                return follow(options, launched)
+            options = lead(options, launched)
         return uvloop.run(_serve(options, started))
-    except (ServerError, BindError, ValueError) as error:
+    except (ServerError, BindError, OptionError, ValueError) as error:
         print(f"neso: {error}", file=sys.stderr)
         return 1
+
+
+@dataclass(frozen=True)
+class FrontEndSetup:
+    """What a front-end process needs to start.
+
+    - options: with the ports that the main process listens on
+    - index: number of the process; the main process has 0
+    - counts: file descriptors of the `SharedCounts` of sequences, input bytes and connections
+    """
+
+    options: ServeOptions
+    index: int
+    counts: tuple[int, int, int]
+
+    def admission(self) -> Admission:
+        """Return the limits on requests in flight."""
+        sequences, input_bytes, _ = self._counts()
+        return Admission(self.options.server.admission, (sequences, input_bytes))
+
+    def connection_limits(self) -> ConnectionLimits:
+        """Return the limits on connections."""
+        return self.options.connections.limits(self._counts()[2])
+
+    def _counts(self) -> list[SharedCounts]:
+        number = self.options.connections.num_processes
+        return [SharedCounts(descriptor, number, self.index) for descriptor in self.counts]
 
 
 async def _serve(options: ServeOptions, started: float) -> int:
     stopping = asyncio.Event()
     _on_signals(stopping.set)
-    _on_hangup(options)
-    core = Core(options.server)
+    if options.connections.num_processes > 1:
+        await asyncio.to_thread(options.check_ports_free)
+        options = options.sharing_ports()
+        core, limits = _core_of_several(options, lambda: _ports(frontends))
+    else:
+        core, limits = Core(options.server), options.connections.limits()
+    _on_hangup(options, core)
+    lost: list[str] = []
+
+    def on_lost(reason: str) -> None:
+        lost.append(reason)
+        stopping.set()
+
+    core.on_lost = on_lost
     for model in options.models:
         _add_checkpoint(core, model, options.engine)
     # The frontends are imported and started while the models load in their own processes.
     loading = asyncio.ensure_future(core.start())
+    trimming: asyncio.Future[None] | None = None
     frontends: dict[str, Frontend] = {}
     try:
         await asyncio.sleep(0)
-        await _start_frontends(core, options, frontends)
-        if not await _wait_unless(stopping, loading):
+        await start_frontends(core, options, frontends, limits)
+        work = [loading]
+        if core.front_ends is not None:
+            work.append(asyncio.ensure_future(core.front_ends.start()))
+        if not await _wait_unless(stopping, asyncio.gather(*work)):
             return 0
+        if core.front_ends is not None:
+            await core.front_ends.synchronize()
         failed = _failures(core, options)
         if failed:
             print("\n".join(f"neso: {reason}" for reason in failed), file=sys.stderr)
             return 1
-        ports = {name: frontend.port for name, frontend in frontends.items()}
         freeze_gc()
-        show_ready(core, ports, time.perf_counter() - started)
+        trimming = asyncio.ensure_future(trim_when_idle(lambda: core.admission.sequences > 0))
+        show_ready(core, _ports(frontends), time.perf_counter() - started)
         await stopping.wait()
+        if lost:
+            logger.critical("%s: the server ends, so that its launcher starts all ranks again", lost[0])
+            return 1
         logger.info("stopping: requests in flight have %.0f s to finish", options.server.exit_timeout)
         return 0
+    except (ServerError, BindError, ValueError) as error:
+        print(f"neso: {error}", file=sys.stderr)  # now: a model that is loading can delay the end
+        return 1
+    except Exception:
+        logger.exception("the server failed")
+        return 1
     finally:
         loading.cancel()
+        if trimming is not None:
+            trimming.cancel()
         await _stop(frontends, core, options.server.exit_timeout)
+
+
+def _core_of_several(
+    options: ServeOptions, ports: Callable[[], dict[str, int]]
+) -> tuple[Core, ConnectionLimits]:
+    """Return the core of a server with front-end processes, and the limits on connections of this process.
+
+    `options`: see `ServeOptions.sharing_ports`. `ports`: returns the ports that this process listens on.
+    """
+    number = options.connections.num_processes
+    sequences, input_bytes, connections = counts = [SharedCounts.create(number) for _ in range(3)]
+    descriptors = (sequences.descriptor, input_bytes.descriptor, connections.descriptor)
+    core = Core(options.server, Admission(options.server.admission, (sequences, input_bytes)))
+
+    def spawn(sock: socket.socket) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "neso.cli.front_end_process", str(sock.fileno())]
+        inherited = (sock.fileno(), *descriptors)
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+
+    def setup(index: int) -> FrontEndSetup:
+        return FrontEndSetup(options.with_ports(ports()), index, descriptors)
+
+    def clear(index: int) -> None:
+        for each in counts:
+            each.clear(index)
+
+    core.front_ends = FrontEnds(core, number - 1, spawn, setup, clear)
+    return core, options.connections.limits(connections)
+
+
+def _ports(frontends: Mapping[str, Frontend]) -> dict[str, int]:
+    return {name: frontend.port for name, frontend in frontends.items()}
 
 
 def _add_checkpoint(core: Core, model: ModelArgument, engine: dict[str, str]) -> None:
@@ -107,7 +214,9 @@ def _backend_of(checkpoint: str) -> str:
     return "embedding" if is_embedding_model(checkpoint) else "llm"
 
 
-async def _start_frontends(core: Core, options: ServeOptions, started: dict[str, Frontend]) -> None:
+async def start_frontends(
+    core: Core, options: ServeOptions, started: dict[str, Frontend], limits: ConnectionLimits
+) -> None:
     """Start the frontends and add each to `started`, so that the caller can stop them after a failure."""
 
     async def start(name: str, frontend: Frontend) -> None:
@@ -115,7 +224,6 @@ async def _start_frontends(core: Core, options: ServeOptions, started: dict[str,
         started[name] = frontend
 
     app = None
-    limits = options.connections.limits()
     if options.openai is not None:
         app = await asyncio.to_thread(_openai_app, core, options)
     if options.http is not None:
@@ -147,6 +255,13 @@ def _openai_app(core: Core, options: ServeOptions) -> AsgiApp:
 def _failures(core: Core, options: ServeOptions) -> list[str]:
     """Return the reasons of failed loads of MODEL arguments, or with `exit_on_error` of any model."""
     named = {model.name for model in options.models}
+    ranks = options.server.backend_config.get("llm", {})
+    if "rank-model" in ranks:
+        named.add(ranks["rank-model"])
+        if ranks["rank-model"] not in {entry.name for entry in core.repository_index()}:
+            return [
+                f"there is no model '{ranks['rank-model']}' to run on the {ranks['ranks']} ranks: see --rank-model"
+            ]
     return [
         f"model '{entry.name}' could not be loaded: {entry.reason}"
         for entry in core.repository_index()
@@ -154,7 +269,7 @@ def _failures(core: Core, options: ServeOptions) -> list[str]:
     ]
 
 
-async def _wait_unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
+async def _wait_unless(stopping: asyncio.Event, work: Awaitable[Any]) -> bool:
     """Wait for `work`; returns False if `stopping` is set first."""
     task = asyncio.ensure_future(work)
     stop = asyncio.ensure_future(stopping.wait())
@@ -168,13 +283,16 @@ async def _wait_unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
 async def _stop(frontends: dict[str, Frontend], core: Core, timeout: float) -> None:
     """Stop within `timeout` seconds and a few more; then the process exits in any case."""
     deadline = time.monotonic() + timeout
-    _exit_after(timeout + EXIT_GRACE)
+    exit_after(timeout + EXIT_GRACE)
     grace = timeout * (1 - BACKEND_SHARE)  # the rest of the time is for the models
-    await asyncio.gather(*(frontend.stop(grace) for frontend in frontends.values()))
+    stops = [frontend.stop(grace) for frontend in frontends.values()]
+    if core.front_ends is not None:
+        stops.append(core.front_ends.stop(grace))
+    await asyncio.gather(*stops)
     await core.stop(max(0.0, deadline - time.monotonic()))
 
 
-def _exit_after(seconds: float) -> None:
+def exit_after(seconds: float) -> None:
     """End the process after `seconds`, even if code of a model blocks: Python waits for busy worker threads."""
 
     def exit_now() -> None:
@@ -187,11 +305,18 @@ def _exit_after(seconds: float) -> None:
     timer.start()
 
 
-def _on_hangup(options: ServeOptions) -> None:
+def _on_hangup(options: ServeOptions, core: Core) -> None:
     """Reload the API keys on SIGHUP."""
     keys = None if options.openai is None else options.openai.access.keys
-    if keys is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: keys.reload(force=True))
+    if keys is None:
+        return
+
+    def reload() -> None:
+        keys.reload(force=True)
+        if core.front_ends is not None:
+            core.front_ends.notify("reload_keys")
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
 def _on_signals(first: Callable[[], None]) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from neso.frontends.transport.grpc import GrpcServerOptions
     from neso.frontends.transport.http1 import HttpServerOptions
     from neso.frontends.transport.tcp import ConnectionLimits
+    from neso.server.shared_counts import SharedCounts
 
 INT_MAX = 2**31 - 1
 
@@ -87,7 +88,7 @@ def grpc_tls(
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """Limits on the connections of all frontends together."""
+    """Processes and limits of the connections of all frontends together."""
 
     max_connections: Annotated[
         int, Flag("max-connections", "Maximum number of connections to all ports together.", integer(1))
@@ -100,12 +101,29 @@ class ConnectionOptions:
             integer(1),
         ),
     ] = 1024
+    max_body_memory: Annotated[
+        int,
+        Flag(
+            "http-max-memory",
+            "Maximum memory for the bodies of the HTTP requests in flight of all connections in bytes.",
+            integer(1),
+        ),
+    ] = 1 << 30
+    num_processes: Annotated[
+        int,
+        Flag(
+            "server-processes",
+            "Number of processes that serve HTTP, gRPC and the OpenAI API on the same ports.",
+            integer(1, 64),
+            topic="Process",
+        ),
+    ] = 1
 
-    def limits(self) -> ConnectionLimits:
-        """Return limits for servers to share."""
+    def limits(self, shared: SharedCounts | None = None) -> ConnectionLimits:
+        """Return limits for servers to share; `shared`: the connections of all server processes."""
         from neso.frontends.transport.tcp import ConnectionLimits
 
-        return ConnectionLimits(self.max_connections, self.max_per_address)
+        return ConnectionLimits(self.max_connections, self.max_per_address, self.max_body_memory, shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +152,14 @@ class HttpOptions:
     max_input_size: Annotated[
         int, Flag("http-max-input-size", "Maximum size of a request body in bytes.", integer(1))
     ] = 64 << 20
+    max_json_values: Annotated[
+        int,
+        Flag(
+            "http-max-json-values",
+            "Maximum number of JSON values of an infer request, except tensors of numbers and plain strings.",
+            integer(1),
+        ),
+    ] = 500_000
     keep_alive_timeout: float = 75.0
     header_timeout: float = 20.0
     write_timeout: Annotated[

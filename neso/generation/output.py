@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from neso.generation.request import text_size
+
 FloatRows = npt.NDArray[np.float32]
 
 
@@ -120,7 +122,7 @@ class GenerationOutput:
         """Approximate memory of the outputs in bytes."""
         size = 1024 + 36 * len(self.prompt_token_ids)
         for completion in self.outputs:
-            size += 256 + len(completion.text) + 36 * len(completion.token_ids)
+            size += 256 + text_size(completion.text) + 36 * len(completion.token_ids)
             size += sum(256 + 160 * len(entry.top) for entry in completion.logprobs or ())
             if completion.generation_logits is not None:
                 size += completion.generation_logits.nbytes

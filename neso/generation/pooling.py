@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from neso.generation.errors import InvalidParameter
 from neso.generation.language_model import TokenizerLike
+from neso.generation.request import text_size
 
 Float32Array = npt.NDArray[np.float32]
 PoolingKind = Literal["mean", "last", "cls", "max"]
@@ -64,8 +65,8 @@ class PoolingRequest:
         """Approximate memory of the prompt in bytes."""
         prompt = self.prompt
         if isinstance(prompt, tuple):
-            return sum(map(len, prompt))
-        return len(prompt) if isinstance(prompt, str) else 36 * len(prompt)
+            return sum(map(text_size, prompt))
+        return text_size(prompt) if isinstance(prompt, str) else 36 * len(prompt)
 
 
 @dataclass(frozen=True, slots=True)

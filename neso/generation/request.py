@@ -160,12 +160,17 @@ class GenerationRequest:
     @property
     def size(self) -> int:
         """Approximate memory of the prompt in bytes."""
-        size = len(self.prompt) if isinstance(self.prompt, str) else 36 * len(self.prompt)
+        size = text_size(self.prompt) if isinstance(self.prompt, str) else 36 * len(self.prompt)
         for array in (self.prompt_embeds, self.prompt_embedding_table):
             size += 0 if array is None else array.nbytes
         for image in self.images:
             size += len(image) if isinstance(image, str | bytes) else getattr(image, "nbytes", 0)
         return size
+
+
+def text_size(text: str) -> int:
+    """Return the memory of a text in bytes, an upper bound: Python stores up to four for each character."""
+    return len(text) if text.isascii() else 4 * len(text)
 
 
 def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], tuple[Any, ...]]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from neso.flags import Flag, integer
 from neso.server.errors import InvalidArgument, Overloaded
+
+if TYPE_CHECKING:
+    from neso.server.shared_counts import SharedCounts
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """Client of the current request, for frontends that do not set `InferenceRequest.client`; "" outside a request."""
@@ -75,10 +78,16 @@ class _Client:
 
 
 class Admission:
-    """Counts the requests in flight. Used on the core's event loop."""
+    """Counts the requests in flight. Used on the core's event loop.
 
-    def __init__(self, limits: AdmissionLimits) -> None:
+    `shared`: counts of sequences and input bytes of all server processes; None if there is one process.
+    """
+
+    def __init__(
+        self, limits: AdmissionLimits, shared: tuple[SharedCounts, SharedCounts] | None = None
+    ) -> None:
         self.limits = limits
+        self.shared = shared
         self.sequences = 0
         self.input_bytes = 0
         self.clients: dict[str, _Client] = {}
@@ -117,13 +126,17 @@ class Admission:
         total_sequences, total_bytes = self.sequences + sequences, self.input_bytes + input_bytes
         # This runs for every request, so `_check` is called only if a limit may be exceeded.
         if (
-            client_sequences > limits.client_sequences
+            self.shared is not None
+            or client_sequences > limits.client_sequences
             or total_sequences > limits.sequences
             or client_bytes > limits.input_bytes // 2
             or total_bytes > limits.input_bytes
         ):
             self._check(client, sequences, input_bytes)
         excess = client.sequences - _FAIR_SEQUENCES
+        if self.shared is not None:
+            excess += self.shared[0].elsewhere(name)
+            self._publish(name, sequences, input_bytes)
         if not client.sequences:
             self.clients[name] = client
         client.sequences, client.input_bytes = client_sequences, client_bytes
@@ -134,20 +147,32 @@ class Admission:
 
     def _check(self, client: _Client, sequences: int, input_bytes: int) -> None:
         limits = self.limits
-        if client.sequences + sequences > limits.client_sequences:
+        client_sequences, client_bytes = client.sequences, client.input_bytes
+        total_sequences, total_bytes = self.sequences, self.input_bytes
+        if self.shared is not None:
+            shared_sequences, shared_bytes = self.shared
+            client_sequences += shared_sequences.elsewhere(client.name)
+            client_bytes += shared_bytes.elsewhere(client.name)
+            total_sequences += shared_sequences.elsewhere()
+            total_bytes += shared_bytes.elsewhere()
+        if client_sequences + sequences > limits.client_sequences:
             raise Overloaded(
-                f"too many requests: this client has {client.sequences} sequences in flight, at most "
+                f"too many requests: this client has {client_sequences} sequences in flight, at most "
                 f"{limits.client_sequences} are allowed"
             )
-        if self.sequences + sequences > limits.sequences:
-            raise Overloaded(f"the server is overloaded: {self.sequences} sequences are in flight")
+        if total_sequences + sequences > limits.sequences:
+            raise Overloaded(f"the server is overloaded: {total_sequences} sequences are in flight")
         # One request is always accepted: the frontends limit its size.
-        if client.input_bytes and client.input_bytes + input_bytes > limits.input_bytes // 2:
-            raise Overloaded(
-                f"too many requests: this client has inputs of {client.input_bytes} bytes in flight"
-            )
-        if self.input_bytes and self.input_bytes + input_bytes > limits.input_bytes:
-            raise Overloaded(f"the server is overloaded: inputs of {self.input_bytes} bytes are in flight")
+        if client_bytes and client_bytes + input_bytes > limits.input_bytes // 2:
+            raise Overloaded(f"too many requests: this client has inputs of {client_bytes} bytes in flight")
+        if total_bytes and total_bytes + input_bytes > limits.input_bytes:
+            raise Overloaded(f"the server is overloaded: inputs of {total_bytes} bytes are in flight")
+
+    def _publish(self, name: str, sequences: int, input_bytes: int) -> None:
+        """Add to the counts of this process that the others see."""
+        if self.shared is not None:
+            self.shared[0].add(name, sequences)
+            self.shared[1].add(name, input_bytes)
 
 
 class Ticket:
@@ -171,6 +196,7 @@ class Ticket:
             self._admission.check_request(self.sequences + sequences)
             self._admission._check(self.client, sequences, 0)
             self._admission.sequences += sequences
+            self._admission._publish(self.client.name, sequences, 0)
             self.client.sequences += sequences
             self.sequences += sequences
 
@@ -179,6 +205,8 @@ class Ticket:
         sequences, self.sequences = self.sequences, 0
         if sequences:
             admission, client = self._admission, self.client
+            if admission.shared is not None:
+                admission._publish(client.name, -sequences, -self.input_bytes)
             admission.sequences -= sequences
             admission.input_bytes -= self.input_bytes
             client.sequences -= sequences

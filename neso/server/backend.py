@@ -122,6 +122,7 @@ class Backend(ABC):
     - batches: `execute` is implemented, so a batcher can be used
     - concatenates: `execute` concatenates the inputs of a batch into one tensor, as `Batch` does; implicit states of
       different shapes then cannot be in one batch
+    - shares_tensors: front-end processes that `share` the model execute requests with tensors too
     - implemented_fields: fields ignored by the core (`ignored_fields`) that the backend implements itself, and
       "dynamic_batching" if the backend batches internally
 
@@ -132,6 +133,7 @@ class Backend(ABC):
     counts_executions = False
     batches = False
     concatenates = False
+    shares_tensors = True
     implemented_fields: frozenset[str] = frozenset()
 
     def __init__(self, context: ModelContext) -> None:
@@ -233,6 +235,27 @@ class Backend(ABC):
     def pooling_model(self) -> PoolingModel | None:
         """Pooling interface of the model (embeddings, scores); None if it has none."""
         return None
+
+    def share(self) -> Any:
+        """Return what front-end processes need to use the model without the server process; picklable.
+
+        None: they forward the requests. A front-end process passes it to `connect` of its own backend.
+        """
+        return None
+
+    async def connect(self, share: Any, attach: Callable[..., Any]) -> None:
+        """In a front-end process, instead of `load`: use the model of the server process.
+
+        `attach(*arguments)` calls the method `attach` of the backend there. Raises `ServerError`.
+        """
+        raise NotImplementedError
+
+    async def attach(self, client: int, *arguments: Any) -> Any:
+        """Connect the front-end process with the number `client`. Raises `ServerError`."""
+        raise NotImplementedError
+
+    def detach(self, client: int) -> None:  # noqa: B027  optional
+        """Release everything of a front-end process that has ended; called for each process, attached or not."""
 
     async def _run_language_model(self, stream: ResponseStream) -> None:
         name, version, request = self.context.name, self.context.version, stream.request.payload

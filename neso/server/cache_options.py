@@ -122,9 +122,13 @@ class CacheConfig:
         if not caches:
             return cls(byte_size or 0)
         if byte_size is not None:
-            raise InvalidArgument("--cache-config and --response-cache-byte-size cannot be given together")
+            raise InvalidArgument(
+                "incompatible flags: --cache-config and --response-cache-byte-size cannot be given together"
+            )
         if len(caches) > 1:
-            raise InvalidArgument(f"--cache-config: there can be one cache, got {' and '.join(caches)}")
+            raise InvalidArgument(
+                f"--cache-config: multiple cache configurations, expected one, got {' and '.join(caches)}"
+            )
         if "redis" in caches:
             return cls(redis=RedisOptions.from_settings(caches["redis"]))
         return cls(_integer("size", caches["local"]["size"], "local"))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import neso
 from neso.server.admission import Admission
-from neso.server.errors import InvalidArgument, ServerError, Unavailable
+from neso.server.device_claims import DeviceClaims
+from neso.server.errors import InvalidArgument, ServerError, Unavailable, Unsupported
 from neso.server.loading.lifecycle import ModelLifecycle
 from neso.server.loading.model_control import ModelControl
-from neso.server.loading.model_table import ModelTable
+from neso.server.loading.model_table import ModelRecord, ModelTable
 from neso.server.log import log_settings
 from neso.server.metadata import IndexEntry, ModelState, ServerMetadata
 from neso.server.metrics.custom import CustomMetrics
@@ -25,7 +26,11 @@ from neso.server.options import RateLimitMode, ServerOptions
 from neso.server.rate_limiter.limiter import RateLimiter
 from neso.server.response_cache.cached_model import open_cache
 from neso.server.shared_memory.regions import SharedMemory
+from neso.server.trace_config import TRACING_UNSUPPORTED
 from neso.server.tracing import Tracing
+
+if TYPE_CHECKING:
+    from neso.server.processes.front_ends import FrontEnds
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +52,7 @@ EXTENSIONS = (
 class Core:
     """The interface that frontends use. All methods run on the event loop that `start` ran on."""
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, admission: Admission | None = None) -> None:
         self.options = options
         self.metrics = MetricsRegistry(reserved=MODEL_FAMILIES)
         self.metrics.register(ModelCollector(self.models, options.metrics))
@@ -55,8 +60,9 @@ class Core:
         self.metrics.register(self.custom_metrics)
         self._machine_metrics = MachineMetrics(options.metrics)
         self.metrics.register(self._machine_metrics)
-        self.admission = Admission(options.admission)
+        self.admission = admission or Admission(options.admission)
         self.response_cache = open_cache(options)
+        self.devices = DeviceClaims()
         self.shared_memory = SharedMemory(options.allow_client_shm)
         self.rate_limiter = (
             RateLimiter(options.rate_limit_resources)
@@ -68,6 +74,12 @@ class Core:
         self._control = ModelControl(options, self._table, self._lifecycle)
         self.tracing = Tracing(options.trace)
         self.log = log_settings()
+        self.front_ends: FrontEnds | None = None
+        """The front-end processes; None if this process serves all connections."""
+        self.operations: dict[str, Callable[..., Any]] = {}
+        """What front-end processes can call, by name; added by the frontends of this process."""
+        self.on_lost: Callable[[str], None] = logger.critical
+        """Called with the reason when a model has ended that only a new start of the server can load again."""
         self._started = False
         self._stopping = False
 
@@ -149,9 +161,25 @@ class Core:
         records = sorted(self._table, key=lambda record: record.id)
         return [model for record in records for model in record.models]
 
+    def records(self) -> list[ModelRecord]:
+        """Return the table of models, in the order of their first load."""
+        return list(self._table)
+
+    async def model_statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
+        """Return `ModelStatistics` of a version, of all ready versions of a model, or of all models."""
+        if not name:
+            models = self.models()
+        elif version:
+            models = [self.model(name, version)]
+        else:
+            model = self.model(name)
+            models = [self.model(model.name, each) for each in model.versions]
+        await self._collect_totals()
+        return [model.total_statistics.snapshot() for model in models]
+
     async def render_metrics(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
-        await self._machine_metrics.update()
+        await asyncio.gather(self._machine_metrics.update(), self._collect_totals())
         return await self.metrics.render_in_turns()
 
     def kv_cache_load(self) -> KvCacheLoad | None:
@@ -171,6 +199,42 @@ class Core:
             self.tracing.update(changes, model)
         return self.tracing.settings(model)
 
+    async def change_trace_settings(
+        self, model: str = "", changes: Mapping[str, Sequence[str]] | None = None
+    ) -> dict[str, str | list[str]]:
+        """Like `trace_settings`, for all processes of the server. Raises `ServerError`."""
+        if changes and self.front_ends is not None:
+            raise Unsupported(TRACING_UNSUPPORTED)
+        return self.trace_settings(model, changes)
+
+    async def change_log_settings(self, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Apply `changes` in all processes and return the log settings. Raises `ServerError`."""
+        if changes:
+            self.log.update(changes)
+            await self._synchronize()
+        return self.log.settings()
+
+    async def change_shared_memory(self, operation: str, *arguments: Any) -> None:
+        """Call a method of `shared_memory` that registers or removes regions, for all processes."""
+        getattr(self.shared_memory, operation)(*arguments)
+        await self._synchronize()
+
+    async def list_repository(self, ready_only: bool = False) -> list[IndexEntry]:
+        """Like `repository_index`, in any process."""
+        return self.repository_index(ready_only)
+
+    async def _synchronize(self) -> None:
+        """Return when all front-end processes serve the current state."""
+        if self.front_ends is not None:
+            await self.front_ends.synchronize()
+
+    async def _collect_totals(self) -> None:
+        """Add the statistics and metrics of the front-end processes."""
+        if self.front_ends is None:
+            return
+        await self.front_ends.collect()
+        self.metrics.elsewhere = self.front_ends.totals.samples
+
     def repository_index(self, ready_only: bool = False) -> list[IndexEntry]:
         """Return the models in the repositories and models loaded from elsewhere, with their states."""
         entries = self._control.index()
@@ -184,7 +248,10 @@ class Core:
         `config` (JSON) replaces config.pbtxt; `files`, by path, replace the model's folder. If it raises `ServerError`,
         the previous version stays loaded.
         """
-        await self._control.load(name, config, files)
+        try:
+            await self._control.load(name, config, files)
+        finally:
+            await self._synchronize()
 
     async def require_model(self, name: str, namespace: str = "") -> None:
         """Load a dependency of a model in `namespace`, unless it is already loaded. Raises `ServerError`."""
@@ -196,7 +263,10 @@ class Core:
         With `unload_dependents`, also unload an ensemble's step models that were not loaded by name and are not needed
         by another model.
         """
-        await self._control.unload(name, unload_dependents)
+        try:
+            await self._control.unload(name, unload_dependents)
+        finally:
+            await self._synchronize()
 
     def add_model(self, name: str, config: Any, directory: Path) -> None:
         """Add a model whose folder is not in a repository. Loaded by `start` or `load_model`."""

@@ -55,11 +55,20 @@ class InvalidArgument(ServerError):
 
 
 class Unavailable(ServerError):
+    """`retry_after`: seconds after which the client can try again; 0: not known."""
+
     code = ErrorCode.UNAVAILABLE
+    retry_after = 0
 
 
 class Overloaded(Unavailable):
-    """Too many requests are in flight. The client can try again after `retry_after` seconds."""
+    """Too many requests are in flight."""
+
+    retry_after = 1
+
+
+class Restarting(Unavailable):
+    """The process that executes the request has ended and is restarted."""
 
     retry_after = 1
 

@@ -197,6 +197,10 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
                 self._take(response)
             sink(response)
 
+    def pause(self) -> None:
+        """Buffer the responses until `consume` is called again."""
+        self._sink = None
+
     def unobserve(self) -> None:
         """Stop calling `on_response`; used for responses that do not come from the model."""
         self._on_response = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
+import resource
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -21,6 +24,30 @@ def release_memory() -> None:
         gc.freeze()
     if _malloc_trim is not None:
         _malloc_trim(0)
+
+
+async def trim_when_idle(busy: Callable[[], bool], interval: float = 10.0) -> None:
+    """Return free pages to the operating system when memory has grown and no request is in flight, until cancelled.
+
+    `busy`: whether requests are in flight. glibc keeps the pages of large requests for the next ones (`freeze_gc`),
+    which is right under load only.
+    """
+    if _malloc_trim is None:
+        return
+    least = resident_memory()
+    while True:
+        await asyncio.sleep(interval)
+        resident = resident_memory()
+        if resident - least > _WORTH_TRIMMING and not busy():
+            await asyncio.to_thread(_malloc_trim, 0)
+            least = resident_memory()
+        least = min(least, resident)
+
+
+def resident_memory() -> int:
+    """Return the resident memory of this process in bytes (Linux)."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def freeze_gc() -> None:
@@ -41,6 +68,7 @@ def freeze_gc() -> None:
 # Threshold of the youngest generation; requests in flight have more objects than the default of 700.
 _GC_THRESHOLD = 5000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_WORTH_TRIMMING = 16 << 20  # bytes
 _MMAP_THRESHOLD = 32 << 20  # bytes; maximum that glibc allows
 _TRIM_THRESHOLD = 256 << 20
 

@@ -78,6 +78,7 @@ class Model:
         self.source: object = None  # lives as long as the model: it can own a temporary folder
         tags = {f"_{key}": value for key, value in self.config.metric_tags.items()}
         self.metric_labels = LabelSet({"model": self.name, "version": self.version, **tags})
+        self._core = context.core
         self._backend = backend
         self._limited = context.limited
         self.admission: Admission = context.core.admission
@@ -127,9 +128,42 @@ class Model:
         return sum(1 for stream in tuple(self._in_flight) if not stream.timeline.compute_start)
 
     @property
+    def total_statistics(self) -> ModelStatistics:
+        """The statistics of all server processes."""
+        elsewhere = self._elsewhere()
+        return self.statistics if elsewhere is None else self.statistics.merged(elsewhere[0])
+
+    @property
+    def total_pending_count(self) -> int:
+        """`pending_count` of all server processes."""
+        elsewhere = self._elsewhere()
+        return self.pending_count + (0 if elsewhere is None else elsewhere[1])
+
+    def _elsewhere(self) -> tuple[ModelStatistics, int] | None:
+        front_ends = self._core.front_ends
+        return None if front_ends is None else front_ends.counts(self)
+
+    @property
     def in_flight_count(self) -> int:
         """Number of accepted requests that have not ended."""
         return len(self._in_flight)
+
+    @property
+    def forwards_tensors(self) -> bool:
+        """Whether front-end processes forward requests with tensors even if they share the model."""
+        return self.uses_cache or not self._backend.shares_tensors
+
+    def share(self) -> Any:
+        """See `Backend.share`."""
+        return self._backend.share()
+
+    async def attach(self, client: int, *arguments: Any) -> Any:
+        """See `Backend.attach`."""
+        return await self._backend.attach(client, *arguments)
+
+    def detach(self, client: int) -> None:
+        """See `Backend.detach`."""
+        self._backend.detach(client)
 
     def ready(self) -> bool:
         """Return whether requests are accepted and the backend can execute them."""
@@ -275,7 +309,9 @@ class Model:
         """
         self._retired = True
         started = time.monotonic()
-        if not await self.drain(None if timeout is None else timeout * (1 - BACKEND_SHARE)):
+        patience = None if timeout is None else timeout * (1 - BACKEND_SHARE)
+        drained, _ = await asyncio.gather(self.drain(patience), self._retire_elsewhere(patience))
+        if not drained:
             for stream in tuple(self._in_flight):
                 stream.cancel()
                 stream.fail(Unavailable(f"model '{self.name}' is unloaded, the request did not end in time"))
@@ -292,6 +328,11 @@ class Model:
                 self._limited.close()
         for stream in tuple(self._in_flight):
             stream.fail(Unavailable(f"model '{self.name}' is unloaded"))
+
+    async def _retire_elsewhere(self, timeout: float | None) -> None:
+        """Wait for the requests in flight in front-end processes."""
+        if self._core.front_ends is not None:
+            await self._core.front_ends.retire(self, timeout)
 
     async def update_instances(self, config: Any) -> bool:
         """Change the number of instances to that of `config`, which has no other changes.

@@ -25,6 +25,10 @@ class Duration:
     def as_dict(self) -> dict[str, int]:
         return {"count": self.count, "ns": self.ns}
 
+    def merged(self, other: Duration) -> Duration:
+        """Return the sum of two durations."""
+        return Duration(self.count + other.count, self.ns + other.ns)
+
 
 # Limits the number of counters, and the size of statistics responses, for endless streams.
 MAX_RESPONSES = 10_000
@@ -55,6 +59,12 @@ class ResponseDurations:
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         return {name: getattr(self, name).as_dict() for name in self.__slots__}
+
+    def merged(self, other: ResponseDurations) -> ResponseDurations:
+        """Return the sums of the durations."""
+        return ResponseDurations(
+            *(getattr(self, name).merged(getattr(other, name)) for name in self.__slots__)
+        )
 
 
 class ResponseStatistics:
@@ -99,6 +109,18 @@ class ResponseStatistics:
     def as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return the statistics by index, as in the statistics extension; {} for models that are not decoupled."""
         return {str(index): durations.as_dict() for index, durations in enumerate(self._by_index)}
+
+    def merged(self, other: ResponseStatistics) -> ResponseStatistics:
+        """Return the sums of the statistics of two processes."""
+        histogram = self.first_response_ms
+        if histogram is not None and other.first_response_ms is not None:
+            histogram = histogram.merged(other.first_response_ms)
+        result = ResponseStatistics(histogram)
+        shorter, longer = sorted((self._by_index, other._by_index), key=len)
+        result._by_index = [a.merged(b) for a, b in zip(shorter, longer, strict=False)] + longer[
+            len(shorter) :
+        ]
+        return result
 
 
 class FailureReason(str, Enum):
@@ -152,6 +174,20 @@ class BatchStatistics:
     compute_input: Duration = field(default_factory=Duration)
     compute_infer: Duration = field(default_factory=Duration)
     compute_output: Duration = field(default_factory=Duration)
+
+    def merged(self, other: BatchStatistics) -> BatchStatistics:
+        """Return the sums of the durations."""
+        return BatchStatistics(
+            self.compute_input.merged(other.compute_input),
+            self.compute_infer.merged(other.compute_infer),
+            self.compute_output.merged(other.compute_output),
+        )
+
+
+_DURATIONS = (
+    *("success", "fail", "queue", "compute_input", "compute_infer", "compute_output"),
+    *("cache_hit", "cache_miss"),
+)
 
 
 class ModelStatistics:
@@ -233,6 +269,27 @@ class ModelStatistics:
         batch.compute_input.add(compute_input)
         batch.compute_infer.add(infer)
         batch.compute_output.add(output)
+
+    def merged(self, other: ModelStatistics) -> ModelStatistics:
+        """Return the sums of the statistics of two processes."""
+        latencies = self.latencies
+        if latencies is not None and other.latencies is not None:
+            latencies = latencies.merged(other.latencies)
+        result = ModelStatistics(self.name, self.version, latencies)
+        result.responses = self.responses.merged(other.responses)
+        result.last_inference_ms = max(self.last_inference_ms, other.last_inference_ms)
+        result.inference_count = self.inference_count + other.inference_count
+        result.execution_count = self.execution_count + other.execution_count
+        for name in _DURATIONS:
+            setattr(result, name, getattr(self, name).merged(getattr(other, name)))
+        result.failures = {
+            reason: count + other.failures.get(reason, 0) for reason, count in self.failures.items()
+        }
+        result.batches = dict(self.batches)
+        for size, batch in other.batches.items():
+            known = result.batches.get(size)
+            result.batches[size] = batch if known is None else known.merged(batch)
+        return result
 
     def snapshot(self) -> dict[str, Any]:
         """Return the current values, with the field names of the statistics extension."""

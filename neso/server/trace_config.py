@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from neso.flags import Flag, integer
 from neso.server.errors import InvalidArgument
 
+TRACING_UNSUPPORTED = "tracing is not supported with --server-processes greater than 1"
+
 
 class TraceMode(str, Enum):
     """Trace output: a file in Triton's format, or an OpenTelemetry collector."""

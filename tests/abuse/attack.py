@@ -4,32 +4,32 @@
         report = server.attack(lambda: send_flood(server.ports["grpc"]))
         report.check(limit_mib=64)
 
-`attack` measures an idle baseline first, then runs the function in the calling thread. One thread of the test process
-requests `GET /v2/health/live` every 20 ms on a connection of its own, another samples the memory of the server's
-processes. The server must still answer at the end.
+`attack` measures an idle baseline first, then runs the function in the calling thread. A process (`probe.py`) requests
+`GET /v2/health/live` every 20 ms, a thread samples the memory of the server's processes. The server must still answer
+at the end. An attack whose probe takes too long is repeated: not all that a loaded machine costs can be subtracted.
 """
 
 from __future__ import annotations
 
-import http.client
+import json
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 from server_process import ServerProcess
 
-INTERVAL = 0.02  # seconds between two probes, and between two samples of memory
+INTERVAL = 0.02  # seconds between two samples of memory
 BASELINE = 1.0  # seconds of probes before the attack
-PROBE_TIMEOUT = 60.0
-# The aim is 100 ms. The tests share a machine, and an attack uses a core in the test process, so the bound is larger;
-# the defects that these tests protect from held the event loop for seconds.
-PROBE_BOUND = 0.5
+PROBE_BOUND = 0.1
 MEMORY_BOUND = 100 << 20
+LOCK_WAITS = 3  # waits of threads that hold the interpreter's lock, for each measured wait for a core
+TRIES = 3
 MIB = 1 << 20
 
 
@@ -37,14 +37,14 @@ MIB = 1 << 20
 class Report:
     """Times in seconds, sizes in bytes.
 
-    `baseline`: longest probe before the attack. `lag`: longest delay of a timer in the test process during the attack,
-    a measure of the load of the machine. `failed`: probes without a response.
+    `baseline`: longest probe before the attack. `longest`: longest probe during the attack; `held`: the same without
+    the time in which the server waited for a core. `failed`: probes without a response.
     """
 
     name: str
     baseline: float
     longest: float
-    lag: float
+    held: float
     probes: int
     failed: int
     memory_before: int
@@ -56,22 +56,27 @@ class Report:
         return self.memory_peak - self.memory_before
 
     @property
-    def probe_bound(self) -> float:
-        """Allowed time of a probe: a fixed part, and what this machine's load explains."""
-        return PROBE_BOUND + 4 * self.baseline + 2 * self.lag
+    def responsive(self) -> bool:
+        """Whether the probes were answered in time.
+
+        If the server waited for cores, threads that held the interpreter's lock waited as well. These waits cannot be
+        subtracted, so the bound grows with the wait that was measured, which is 0 on a machine without other work.
+        """
+        waited = self.longest - self.held
+        return self.held < PROBE_BOUND + self.baseline + LOCK_WAITS * waited
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.seconds:.1f} s, longest probe {self.longest * 1e3:.0f} ms "
-            f"(before {self.baseline * 1e3:.0f} ms, timer lag {self.lag * 1e3:.0f} ms, bound "
-            f"{self.probe_bound * 1e3:.0f} ms, {self.failed} of {self.probes} failed), memory "
+            f"{self.name}: {self.seconds:.1f} s, longest probe {self.held * 1e3:.0f} ms and "
+            f"{(self.longest - self.held) * 1e3:.0f} ms without a core (before the attack "
+            f"{self.baseline * 1e3:.0f} ms, {self.failed} of {self.probes} failed), memory "
             f"{self.memory_before / MIB:.0f} + {self.memory_growth / MIB:.0f} MiB"
         )
 
     def check(self, limit_mib: float = 0) -> None:
         """Assert that probes were answered in time, and that memory grew by at most 100 MiB beyond a stated limit."""
         assert self.failed == 0, str(self)
-        assert self.longest < self.probe_bound, str(self)
+        assert self.responsive, str(self)
         assert self.memory_growth < limit_mib * MIB + MEMORY_BOUND, str(self)
 
 
@@ -83,8 +88,20 @@ class AttackedServer(ServerProcess):
         assert self.ports, self.output
 
     def attack(self, run: Callable[[], object], name: str = "", settle: float = 0.5) -> Report:
-        """Run an attack and measure. Probes go on for `settle` seconds after it returns. Prints the report."""
+        """Run an attack and measure. Probes go on for `settle` seconds after it returns. Prints the report.
+
+        Runs it again, at most `TRIES` times, while probes take too long. Memory is that of the first run.
+        """
         label = name or getattr(run, "__name__", "attack")
+        report = self._attack(run, label, settle)
+        for _ in range(TRIES - 1):
+            if report.responsive:
+                break
+            again = self._attack(run, label, settle)
+            report = replace(report, baseline=again.baseline, longest=again.longest, held=again.held)
+        return report
+
+    def _attack(self, run: Callable[[], object], label: str, settle: float) -> Report:
         before = _Watch(self)
         with before.running():
             time.sleep(BASELINE)
@@ -97,9 +114,9 @@ class AttackedServer(ServerProcess):
         assert self.process.poll() is None, f"the server has exited:\n{self.output[-2000:]}"
         report = Report(
             label,
-            before.longest,
+            before.held,
             during.longest,
-            max(before.lag, during.lag),
+            during.held,
             during.probes,
             before.failed + during.failed,
             before.memory,
@@ -111,60 +128,39 @@ class AttackedServer(ServerProcess):
 
 
 class _Watch:
-    """Probes liveness and samples memory until it is stopped."""
+    """Probes liveness and samples memory while a block runs."""
 
     def __init__(self, server: AttackedServer) -> None:
         self._server = server
         self._stop = threading.Event()
-        self.longest = self.lag = 0.0
+        self.longest = self.held = 0.0
         self.probes = self.failed = 0
         self.memory = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        threads = [threading.Thread(target=work, daemon=True) for work in (self._probe, self._sample)]
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(0.0005)  # the attack must not delay the thread that probes
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join(PROBE_TIMEOUT + 5)
-            sys.setswitchinterval(interval)
-
-    def _probe(self) -> None:
-        connection: http.client.HTTPConnection | None = None
-        while not self._stop.is_set():
-            started = time.monotonic()
-            self.probes += 1
+        port, pid = self._server.ports["http"], self._server.process.pid
+        command = [sys.executable, "-S", str(Path(__file__).with_name("probe.py")), str(port), str(pid)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as probe:
+            assert probe.stdout is not None and probe.stdin is not None
+            assert probe.stdout.readline() == "ready\n"
+            sampler = threading.Thread(target=self._sample, daemon=True)
+            sampler.start()
             try:
-                if connection is None:
-                    connection = http.client.HTTPConnection(
-                        "127.0.0.1", self._server.ports["http"], timeout=PROBE_TIMEOUT
-                    )
-                connection.request("GET", "/v2/health/live")
-                response = connection.getresponse()
-                response.read()
-                if response.status != 200:
-                    self.failed += 1
-            except (OSError, http.client.HTTPException):
-                self.failed += 1
-                connection = None
-            self.longest = max(self.longest, time.monotonic() - started)
-            self._stop.wait(INTERVAL)
-        if connection is not None:
-            connection.close()
+                yield
+            finally:
+                self._stop.set()
+                sampler.join()
+                probe.stdin.close()
+                found = json.loads(probe.stdout.read())
+        self.longest, self.held = found["longest"], found["held"]
+        self.probes, self.failed = found["probes"], found["failed"]
 
     def _sample(self) -> None:
         process = psutil.Process(self._server.process.pid)
         while not self._stop.is_set():
             self.memory = max(self.memory, _resident(process))
-            started = time.monotonic()
             time.sleep(INTERVAL)
-            self.lag = max(self.lag, time.monotonic() - started - INTERVAL)
 
 
 def _resident(process: psutil.Process) -> int:

@@ -136,6 +136,43 @@ def test_large_json_tensors(server: AttackedServer, element: bytes, count: int) 
     server.attack(attack, f"{count} times {element.decode()}").check(limit_mib=300)
 
 
+@pytest.mark.parametrize(
+    ("datatype", "element", "count"),
+    [("INT32", b"NaN", 490_000), ("BYTES", rb'"\n"', 490_000), ("INT32", b"[1]", 240_000)],
+)
+def test_json_within_the_limit_on_values(
+    server: AttackedServer, datatype: str, element: bytes, count: int
+) -> None:
+    """Tensors that only the parsers in Python can read, of three clients at once."""
+    start = b'{"inputs":[{"name":"text_input","datatype":"%b","shape":[%d],"data":[' % (
+        datatype.encode(),
+        count,
+    )
+    body = start + (element + b",") * (count - 1) + element + b"]}]}"
+
+    def attack() -> None:
+        with ThreadPoolExecutor(3) as pool:
+            for status, answer in pool.map(
+                lambda _: post(server, "http", "/v2/models/embedder/infer", body), range(3)
+            ):
+                assert status == 400 and answer["error"], answer
+
+    server.attack(attack, f"{count} times {element.decode()}, 3 clients").check(limit_mib=300)
+
+
+def test_prompts_within_the_limit_on_values(server: AttackedServer) -> None:
+    body = b'{"model":"neso-pilot","prompt":[' + b"1," * 990_000 + b"1]}"
+
+    def attack() -> None:
+        with ThreadPoolExecutor(3) as pool:
+            for status, answer in pool.map(
+                lambda _: post(server, "openai", "/v1/completions", body), range(3)
+            ):
+                assert status == 400 and answer["error"]["message"], answer
+
+    server.attack(attack, "990,000 tokens, 3 clients").check(limit_mib=300)
+
+
 def test_large_nested_tensor(server: AttackedServer) -> None:
     """The lists of numpy's `tolist`, which are nested as the shape, are read without lists."""
     count = 2_000_000

@@ -93,3 +93,10 @@ def test_delay_has_a_maximum():
     for _ in range(2000):
         restarts.record_failure()
     assert restarts.delay == MAX_DELAY
+
+
+def test_limit_in_a_window_is_known_at_once():
+    restarts = Restarts(2, Process(0).counter, window=100)
+    for exhausted in (False, False, True):
+        restarts.record_failure()
+        assert restarts.exhausted is exhausted

@@ -11,7 +11,11 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench"
 MISSING = 77
 """Exit status of a script whose requirements are not installed, see bench/smoke.py."""
-SCRIPTS = [path for path in sorted(BENCH.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
+SCRIPTS = [
+    path
+    for path in sorted([*BENCH.glob("*.py"), *BENCH.glob("studies/*.py")])
+    if '__name__ == "__main__"' in path.read_text()
+]
 
 
 @pytest.mark.slow

@@ -25,12 +25,14 @@ PAGES = (
     "guides/tensorrtllm-layout.md",
     "guides/openai-access.md",
 )
+WHOLE_PAGES = ("guides/perf.md",)
+"""Pages with one server for all their sections."""
 OPTIONAL = {"torch", "transformers", "peft", "onnx", "onnxruntime", "PIL", "vllm"}
 """Packages without which a section cannot be followed."""
 
 
 def walkthroughs() -> list:
-    return [
+    return [pytest.param((DOCS / page).read_text(), id=page) for page in WHOLE_PAGES] + [
         pytest.param(text, id=f"{page}-{title}")
         for page in PAGES
         for title, text in sections((DOCS / page).read_text()).items()

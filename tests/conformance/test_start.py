@@ -151,3 +151,20 @@ def test_invalid_option():
     with ServerProcess("--backend-config=nonsense") as server:
         assert server.process.wait(60) == 2
         assert "BACKEND,KEY=VALUE" in server.output
+
+
+def test_a_reason_is_printed_while_a_model_is_stuck(tmp_path):
+    """The server exits before the model, whose thread cannot be ended."""
+    stuck = (
+        "    @staticmethod\n    def auto_complete_config(config):\n        __import__('time').sleep(3600)\n\n"
+    )
+    code = ADD_ONE.replace("    def execute", stuck + "    def execute")
+    write_model(tmp_path, "stuck", CONFIG, model__py=code)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        flags = (f"--model-repository={tmp_path}", f"--grpc-port={port}", "--exit-timeout-secs=0")
+        with ServerProcess(*flags) as server:
+            assert server.process.wait(60) == 1
+            assert f"127.0.0.1:{port}" in server.output and "in use" in server.output

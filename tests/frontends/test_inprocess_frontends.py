@@ -10,49 +10,19 @@ import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from eventually import wait_until
+from repository_builder import RepositoryBuilder
 from tritonclient.utils import InferenceServerException
 
 import neso
 from neso.frontends.transport.http1 import BindError
 
-IDENTITY = """
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [
-            pb_utils.InferenceResponse([pb_utils.Tensor("OUT", r.inputs()[0].as_numpy())]) for r in requests
-        ]
-"""
-SLOW = """
-import time
-from pathlib import Path
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        (Path(pb_utils.get_model_dir()) / "begun").touch()
-        while not (Path(pb_utils.get_model_dir()) / "go").exists():
-            time.sleep(0.005)
-        return [
-            pb_utils.InferenceResponse([pb_utils.Tensor("OUT", r.inputs()[0].as_numpy())]) for r in requests
-        ]
-"""
-CONFIG = """
-backend: "python"
-input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
-output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
-"""
 CLIENTS = {"http": http_client, "grpc": grpc_client}
 FRONTENDS = {"http": neso.KServeHttp, "grpc": neso.KServeGrpc}
 
 
 @pytest.fixture
 def server(tmp_path):
-    for name, code in (("identity", IDENTITY), ("slow", SLOW)):
-        (tmp_path / name / "1").mkdir(parents=True)
-        (tmp_path / name / "config.pbtxt").write_text(CONFIG)
-        (tmp_path / name / "1" / "model.py").write_text(code)
+    RepositoryBuilder(tmp_path).add_standard()
     with neso.Server(model_repository=tmp_path, exit_timeout=60) as server:
         yield server
 

@@ -12,38 +12,18 @@ import orjson
 import pytest
 import tritonclient.grpc as grpc_client
 from eventually import wait_until
+from repository_builder import SLOW, RepositoryBuilder
 
 import neso
 import neso.frontends.openai
 from neso.server.admission import AdmissionLimits
 
-# The first request ends when the file `go` exists.
-SLOW = """
-import time
-from pathlib import Path
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        while not Path(__file__).with_name("go").exists():
-            time.sleep(0.005)
-        return [
-            pb_utils.InferenceResponse([pb_utils.Tensor("OUT", r.inputs()[0].as_numpy())]) for r in requests
-        ]
-"""
-CONFIG = """
-backend: "python"
-input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
-output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
-"""
 INFER = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [1.0]}]}
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[neso.Server]:
-    (tmp_path / "slow" / "1").mkdir(parents=True)
-    (tmp_path / "slow" / "config.pbtxt").write_text(CONFIG)
-    (tmp_path / "slow" / "1" / "model.py").write_text(SLOW)
+    RepositoryBuilder(tmp_path).add("slow", SLOW)  # the first request ends when the file `go` exists
     limits = AdmissionLimits(request_sequences=1, client_sequences=1, sequences=1)
     with neso.Server(model_repository=tmp_path, exit_timeout=60, admission=limits) as server:
         yield server

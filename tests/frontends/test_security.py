@@ -99,7 +99,7 @@ def test_every_rpc_has_a_group():
     ],
 )
 def test_group_of_a_route(tmp_path, pattern, group):
-    table = routes(KServeService(Core(ServerOptions(model_repository=(tmp_path,)))), 0)
+    table = routes(KServeService(Core(ServerOptions(model_repository=(tmp_path,)))), 0, 0)
     assert {route.group for route in table if route.pattern == pattern} == {group}
 
 

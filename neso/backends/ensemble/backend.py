@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from neso.backends.ensemble.graph import EnsembleGraph
 from neso.backends.ensemble.run import EnsembleRun
 from neso.server.backend import Backend, ModelContext
-from neso.server.errors import InvalidArgument, ServerError
+from neso.server.errors import InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
 from neso.server.signature import Shape, Signature, dims_agree
 from neso.server.tensor import DataType
@@ -61,9 +61,7 @@ class EnsembleBackend(Backend):
             self._check_step(step.index)
         self._check_connections()
         self._check_decoupled_steps()
-        self._decoupled = any(
-            self._find_model(step.model, step.version).decoupled for step in self._graph.steps
-        )
+        self._decoupled = self._is_decoupled()
         self.context.config.model_transaction_policy.decoupled = self._decoupled
         if self._graph.max_inflight:
             logger.info(
@@ -84,7 +82,24 @@ class EnsembleBackend(Backend):
         return labels
 
     def submit(self, request: ResponseStream) -> None:
+        if self._policy_has_changed():
+            name = self.context.name
+            request.fail(
+                Unavailable(
+                    f"ensemble '{name}' must be loaded again: a model of its steps has another transaction policy now"
+                )
+            )
+            return
         EnsembleRun(self._graph, request, self._find_model, self._decoupled).start()
+
+    def _policy_has_changed(self) -> bool:
+        try:
+            return self._is_decoupled() != self._decoupled
+        except ServerError:  # a model is not loaded, which the run reports
+            return False
+
+    def _is_decoupled(self) -> bool:
+        return any(self._find_model(step.model, step.version).decoupled for step in self._graph.steps)
 
     async def unload(self) -> None:
         """No resources to release: the server owns the models of the steps."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from neso.backends.onnxruntime.session import Session, open_session, read_signature
-from neso.backends.onnxruntime.signature import check_config, complete_config, needs_completion
+from neso.backends.onnxruntime.signature import check_config, complete_config, is_scalar, needs_completion
 from neso.backends.tensor import Instance, InstanceKind, Parameters, TensorBackend, TensorModel
 from neso.backends.tensor.model import Arrays, SharedByDevice, output_names
 from neso.server.backend import ModelContext
@@ -78,13 +78,21 @@ class OnnxModel(TensorModel):
         self._session: Session | None = None
         self._outputs = output_names(context.config)
         self._has_bfloat16 = False
+        self._scalars: dict[str, tuple[int, ...]] = {}
         self._run_options: onnxruntime.RunOptions | None = None
 
     def load(self) -> None:
         """Open the session and check the configuration against the model."""
         self._session = self._open()
         signature = self._session.signature
-        check_config(self.context.config, signature)
+        config = self.context.config
+        check_config(config, signature)
+        known = signature.inputs | signature.optional | signature.outputs
+        self._scalars = {
+            tensor.name: tuple(tensor.dims)
+            for tensor in [*config.input, *config.output]
+            if is_scalar(tensor, known[tensor.name])
+        }
         tensors = [*signature.inputs.values(), *signature.optional.values()]
         tensors += [signature.outputs[name] for name in self._outputs]
         self._has_bfloat16 = any(tensor.datatype is DataType.BF16 for tensor in tensors)
@@ -99,16 +107,23 @@ class OnnxModel(TensorModel):
             name: _decode_strings(name, array) if array.dtype == object else array
             for name, array in inputs.items()
         }
+        for name in self._scalars.keys() & feeds.keys():
+            feeds[name] = feeds[name].reshape(())
         try:
             if self._has_bfloat16:
                 values = {name: _to_value(array) for name, array in feeds.items()}
-                results = runtime.run_with_ort_values(self._outputs, values, self._run_options)
-                outputs = [_from_value(value) for value in results]
+                outputs = [
+                    _from_value(value)
+                    for value in runtime.run_with_ort_values(self._outputs, values, self._run_options)
+                ]
             else:
                 outputs = runtime.run(self._outputs, feeds, self._run_options)
         except Exception as error:  # ONNX Runtime's exceptions have no common base class
             raise InternalError(f"onnx runtime error: {error}") from None
-        return dict(zip(self._outputs, outputs, strict=True))
+        results = dict(zip(self._outputs, outputs, strict=True))
+        for name in self._scalars.keys() & results.keys():
+            results[name] = np.reshape(results[name], self._scalars[name])
+        return results
 
     def unload(self) -> None:
         self._session = None

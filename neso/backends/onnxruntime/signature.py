@@ -119,8 +119,14 @@ def _check_tensor(config: Any, tensor: Any, found: OnnxTensor, kind: str) -> Non
         tensor.name in spec.target_name for spec in config.batch_output
     ):
         return  # the configured shape is not the shape passed to the model
-    dims = tuple(tensor.reshape.shape) if tensor.HasField("reshape") else tuple(tensor.dims)
-    _check_dims(config, tensor.name, dims, found.shape)
+    if config.max_batch_size or not is_scalar(tensor, found):
+        dims = tuple(tensor.reshape.shape) if tensor.HasField("reshape") else tuple(tensor.dims)
+        _check_dims(config, tensor.name, dims, found.shape)
+
+
+def is_scalar(tensor: Any, found: OnnxTensor) -> bool:
+    """Return whether a tensor of the configuration has one element and no `reshape`, and is a scalar of the model."""
+    return found.shape == () and not tensor.HasField("reshape") and set(tensor.dims) <= {1}
 
 
 def _check_datatype(config: Any, tensor: Any, found: OnnxTensor, kind: str) -> None:

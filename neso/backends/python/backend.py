@@ -80,16 +80,18 @@ class PythonBackend(Backend):
     async def update_instances(self, config: Any) -> bool:
         """Start or end instances without a reload, if only the counts of instance groups changed.
 
-        Instances share one queue, so any of them can end. Therefore no group can shrink if there are several groups.
+        Groups on several GPUs need a reload: names are assigned device by device, so a different count moves names
+        to other devices.
         """
         before, after = list(self.context.config.instance_group), list(config.instance_group)
         own_queues = self.context.assigns_instances or any(group.passive for group in before)
         if own_queues or not self.ready() or not _differ_in_counts_only(before, after):
             return False
-        growth = [new.count - old.count for old, new in zip(before, after, strict=True)]
-        if min(growth) < 0 and len(growth) > 1:
+        description = self._describe(config)
+        if any(len(spec.group.gpus) > 1 for spec in description.instances):
             return False
-        if not await self._instances.update(self._describe(config), growth):
+        growth = [new.count - old.count for old, new in zip(before, after, strict=True)]
+        if not await self._instances.update(description, growth):
             return False
         for old, new in zip(before, after, strict=True):
             old.count = new.count

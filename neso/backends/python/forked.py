@@ -207,10 +207,11 @@ class ForkedAccess(ServerAccess):
     def _fail_all(self) -> None:
         self._closed = True
         ended = "the process that runs the model has ended"
-        for answer in self._queries.values():
-            answer.set_exception(TritonModelException(ended))
-        for deliver in self._calls.values():
-            deliver(InferenceResponse("", "", error=Unavailable(ended), final=True))
+        # Other threads can add calls meanwhile: sending the message of such a call fails.
+        while self._queries:
+            self._queries.popitem()[1].set_exception(TritonModelException(ended))
+        while self._calls:
+            self._calls.popitem()[1](InferenceResponse("", "", error=Unavailable(ended), final=True))
 
 
 class ForkedCall:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -15,8 +16,6 @@ from neso.backends.instance_threads import stop_threads
 from neso.backends.python.description import ModelDescription
 from neso.backends.python.errors import describe
 from neso.backends.python.model_instance import ModelInstance, WorkItem, WorkQueue
-from neso.backends.python.model_module import ModelCode
-from neso.backends.python.response import ModelOutputs
 from neso.backends.python.server_access import LoopCalls, ServerAccess
 from neso.server.config.scheduling import InstanceSpec
 from neso.server.errors import InternalError, Unavailable
@@ -51,12 +50,12 @@ class InstancePool(ABC):
     def put(self, work: WorkItem, instance: int | None = None) -> None:
         """Queue a work item for any instance or the given instance. Raises `Unavailable` if none can execute it."""
 
+    @abstractmethod
     async def update(self, description: ModelDescription, growth: list[int]) -> bool:
-        """Change the instance count of each group by `growth`. Raises `ServerError`.
+        """Change the instance count of each group by `growth`. Raises `ServerError`. Requires a shared queue.
 
         Returns False, without changes, if the model must be reloaded instead.
         """
-        return False
 
     @abstractmethod
     def ready(self) -> bool:
@@ -69,6 +68,18 @@ class InstancePool(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Run `finalize` of all instances and end them."""
+
+
+def specs_to_add(
+    description: ModelDescription, growth: list[int], used: Collection[str]
+) -> list[InstanceSpec]:
+    """Return specs with names that are not in `used`, one for each instance by which a group grows."""
+    unused = [spec for spec in description.instances if spec.name not in used]
+    groups = list(dict.fromkeys(spec.group.name for spec in description.instances))
+    added: list[InstanceSpec] = []
+    for name, count in zip(groups, growth, strict=True):
+        added += [spec for spec in unused if spec.group.name == name][: max(count, 0)]
+    return added
 
 
 class ThreadInstancePool(InstancePool):
@@ -88,13 +99,14 @@ class ThreadInstancePool(InstancePool):
         self._target_count = len(self._threads)
 
     def _make(self, description: ModelDescription, spec: InstanceSpec) -> InstanceThread:
-        return InstanceThread(
+        instance = ModelInstance(
             description.code,
             description.args(spec),
             description.outputs(spec, self._respond, self._reschedule),
             WorkQueue() if description.has_own_queue(spec) else self._shared_queue,
             self._access,
         )
+        return InstanceThread(instance)
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
         self._calls.post(function, *arguments)
@@ -103,17 +115,17 @@ class ThreadInstancePool(InstancePool):
         await self._start(self._threads)
 
     async def update(self, description: ModelDescription, growth: list[int]) -> bool:
-        """Change the instance counts. Requires the shared queue. Shrinking ends the instances that become idle first.
+        """Change the instance counts. Instances share one queue, so that the first idle ones end, whatever their group.
 
-        Groups on several GPUs need a reload: names are assigned device by device, so a different count moves names
-        to other devices, and ending arbitrary instances would leave the devices unbalanced.
+        Therefore no group can shrink if there are several groups.
         """
+        if min(growth) < 0 and len(growth) > 1:
+            return False
         alive = [thread for thread in self._threads if thread.alive]
         if len(alive) > self._target_count:
             return False  # some instances are still draining; their names, and therefore the free names, are unknown
-        if any(len(spec.group.gpus) > 1 for spec in description.instances):
-            return False
-        added = [self._make(description, spec) for spec in self._specs_to_add(description, growth)]
+        used = {thread.instance.name for thread in alive}
+        added = [self._make(description, spec) for spec in specs_to_add(description, growth, used)]
         self._threads = alive + added
         try:
             await self._start(added)
@@ -123,20 +135,18 @@ class ThreadInstancePool(InstancePool):
                     self._shared_queue.put(None)  # ends an arbitrary instance
             raise
         self._target_count += len(added)
-        for _ in range(-min(growth)):
-            self._shared_queue.put(None)
-            self._target_count -= 1
+        await self._end_instances(-min(*growth, 0))
         return True
 
-    def _specs_to_add(self, description: ModelDescription, growth: list[int]) -> list[InstanceSpec]:
-        """Return specs with unused names, one per instance by which a group grows."""
-        used = {thread.instance.name for thread in self._threads if thread.alive}
-        unused = [spec for spec in description.instances if spec.name not in used]
-        groups = list(dict.fromkeys(spec.group.name for spec in description.instances))
-        added: list[InstanceSpec] = []
-        for name, count in zip(groups, growth, strict=True):
-            added += [spec for spec in unused if spec.group.name == name][: max(count, 0)]
-        return added
+    async def _end_instances(self, count: int) -> None:
+        """End the instances that become idle first. Waits for their `finalize`, at most `END_TIMEOUT`."""
+        for _ in range(count):
+            self._shared_queue.put(None)
+        self._target_count -= count
+        running = {asyncio.wrap_future(thread.ended) for thread in self._threads if thread.alive}
+        deadline = time.monotonic() + END_TIMEOUT
+        while len(running) > self._target_count and (left := deadline - time.monotonic()) > 0:
+            _, running = await asyncio.wait(running, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     async def _start(self, threads: list[InstanceThread]) -> None:
         for thread in threads:
@@ -172,16 +182,9 @@ class ThreadInstancePool(InstancePool):
 class InstanceThread:
     """A thread that runs one instance. `ended` is resolved when the thread ends."""
 
-    def __init__(
-        self,
-        code: ModelCode,
-        args: dict[str, str],
-        outputs: ModelOutputs,
-        work: WorkQueue,
-        access: ServerAccess,
-    ) -> None:
-        self.instance = ModelInstance(code, args, outputs, work, access)
-        self.work = work
+    def __init__(self, instance: ModelInstance) -> None:
+        self.instance = instance
+        self.work = instance.work
         self.ended: Future[None] = Future()
         # A daemon thread: a model that never returns from execute must not keep the server from exiting.
         self._thread = threading.Thread(target=self._run, name=f"model-{self.instance.name}", daemon=True)

@@ -44,6 +44,7 @@ class TensorRtLlmBackend(EngineBackend):
     """
 
     implemented_fields = frozenset({"dynamic_batching"})
+    shares_tensors = False  # a request can stop another one by its id
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)

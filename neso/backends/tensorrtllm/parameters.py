@@ -76,6 +76,14 @@ def integers(value: str) -> list[int]:
         raise ValueError("integers, separated by commas") from None
 
 
+def device_ids(value: str) -> str:
+    """Parse sets of GPU numbers, separated by `;`."""
+    sets = [integers(part) for part in value.split(";")]
+    if not all(sets) or min(map(min, sets)) < 0:
+        raise ValueError("GPU numbers, separated by commas, with a set for each instance: 0,1;2,3")
+    return ";".join(",".join(map(str, numbers)) for numbers in sets)
+
+
 def window_sizes(value: str) -> int | list[int]:
     """Parse one window size for all layers, or a list of sizes."""
     sizes = integers(value)
@@ -202,6 +210,9 @@ PARAMETERS: tuple[Parameter, ...] = (
         integer(0),
         "0: no metrics `nv_trt_llm_*`; otherwise they show the last iteration",
     ),
+    Parameter(
+        "gpu_device_ids", device_ids, "GPUs of the model; a set for each instance: `0,1;2,3`", "device_ids"
+    ),
     _setting("num_nodes", integer(1), "values above 1 are rejected"),
     # Parameters without effect.
     Parameter("lora_cache_optimal_adapter_size", integer(1), "adapters are not paged"),
@@ -210,8 +221,7 @@ PARAMETERS: tuple[Parameter, ...] = (
         "guided_decoding_backend", GUIDED_DECODING_BACKENDS, "grammars are always compiled by llguidance"
     ),
     Parameter("xgrammar_tokenizer_info_path", text, "grammars use the tokenizer directly"),
-    Parameter("gpu_device_ids", integers, "a model runs on the first GPU of CUDA_VISIBLE_DEVICES"),
-    Parameter("participant_ids", integers, "a model runs in one process, without MPI ranks"),
+    Parameter("participant_ids", integers, "the launcher or the server assigns the ranks of a model"),
     Parameter("executor_worker_path", text, "there are no MPI workers", quiet=True),
     Parameter("cancellation_check_period_ms", integer(0), "cancellation takes effect immediately"),
     Parameter("recv_poll_period_ms", integer(0), "requests are not polled"),

@@ -18,7 +18,7 @@ from neso.backends.vllm import library
 from neso.backends.vllm.conversion import IMAGES, image_data, parse_sampling_values
 from neso.backends.vllm.engine import VllmEngine
 from neso.backends.vllm.metrics import VllmMetrics
-from neso.backends.vllm.model_files import Adapters, ModelFiles, UnknownAdapter
+from neso.backends.vllm.model_files import Adapters, ModelFiles, Supervision, UnknownAdapter
 from neso.backends.vllm.tensors import (
     EmbeddingRequest,
     ResponseTensors,
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 DEATH_CHECK_SECONDS = 1.0
 """Seconds between two checks whether the engine has ended; vLLM has no callback for it."""
-MAX_RESTARTS, RESTART_WINDOW = 10, 300.0
-"""Failures in this number of seconds that are followed by a restart."""
+HEARTBEAT_SECONDS = 5.0
+"""Seconds between two questions to the engine, whose answer shows that it does not hang."""
 UNHEALTHY = "Model is unavailable due to unhealthy vLLM engine"
 
 
@@ -95,7 +95,9 @@ class VllmBackend(Backend):
             await self.unload()
             raise
         if not self._checks_health:  # otherwise the model is unloaded, as in Triton
-            self._supervisor = asyncio.get_running_loop().create_task(self._supervise(engine))
+            self._supervisor = asyncio.get_running_loop().create_task(
+                self._supervise(engine, files.supervision)
+            )
         # The server has frozen its objects (`freeze_gc`); also freeze vLLM's modules.
         if gc.get_freeze_count():
             await asyncio.to_thread(release_memory)
@@ -134,11 +136,11 @@ class VllmBackend(Backend):
             lambda: 0 if self._engine is None else self._engine.num_requests,
         )
 
-    async def _supervise(self, engine: VllmEngine) -> None:
-        """Restart the engine when it has ended."""
+    async def _supervise(self, engine: VllmEngine, options: Supervision) -> None:
+        """Restart the engine when it has ended. Kill it when it hangs."""
         context = self.context
         counter = restart_counter(context.core.metrics, context.name, context.version)
-        restarts = Restarts(MAX_RESTARTS, counter, RESTART_WINDOW)
+        restarts = Restarts(options.max_restarts, counter, options.restart_window)
 
         async def restart() -> bool:
             await engine.restart()
@@ -148,8 +150,12 @@ class VllmBackend(Backend):
             logger.error("model '%s': vLLM's engine could not be restarted: %s", context.name, error)
 
         while True:
-            while engine.alive:  # noqa: ASYNC110  vLLM has no event
-                await asyncio.sleep(DEATH_CHECK_SECONDS)
+            heartbeats = asyncio.get_running_loop().create_task(self._check_heartbeats(engine, options))
+            try:
+                while engine.alive:  # noqa: ASYNC110  vLLM has no event
+                    await asyncio.sleep(DEATH_CHECK_SECONDS)
+            finally:
+                heartbeats.cancel()
             logger.error("model '%s': vLLM's engine has ended and is restarted", context.name)
             restarts.record_failure()
             if await restarts.restart(restart, failed) is None:
@@ -158,6 +164,19 @@ class VllmBackend(Backend):
                     "model '%s': vLLM's engine has failed too often and is not restarted", context.name
                 )
                 return
+
+    async def _check_heartbeats(self, engine: VllmEngine, options: Supervision) -> None:
+        """Kill the engine when it does not answer; vLLM notices the end of its processes and fails their requests."""
+        while engine.alive and options.step_timeout:
+            await asyncio.sleep(min(HEARTBEAT_SECONDS, options.step_timeout))
+            if await engine.answers(options.step_timeout):
+                continue
+            logger.error(
+                "model '%s': vLLM's engine did not answer for %g s (step_timeout) and is killed",
+                *(self.context.name, options.step_timeout),
+            )
+            engine.kill()
+            return
 
     async def unload(self) -> None:
         await self.request_tasks.end()

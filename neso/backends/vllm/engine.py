@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from multiprocessing import active_children
@@ -14,6 +15,8 @@ from neso.backends.vllm.conversion import IMAGES
 from neso.backends.vllm.orphan_reaper import OrphanReaper
 from neso.generation import InvalidParameter, check_prompt_length
 from neso.server.errors import InternalError, InvalidArgument, Overloaded, ServerError, Unavailable
+
+logger = logging.getLogger(__name__)
 
 
 class RequestRejected(InvalidParameter):
@@ -38,21 +41,28 @@ class VllmEngine:
         self._orphan_reaper = _make_orphan_reaper()
         self._names = itertools.count()
         self._num_requests = 0
+        # Also those of an engine that is started at the same time.
+        self._processes: set[int] = set()
         self.tasks = tasks
 
     @classmethod
     async def start(cls, arguments: Any, record: library.Record | None = None) -> VllmEngine:
         """Start the engine's processes and load the model. Raises `InvalidArgument`."""
+        before = _children()
         engine = await _start(arguments, record)
         try:
-            return cls(engine, await library.supported_tasks(engine), arguments, record)
+            started = cls(engine, await library.supported_tasks(engine), arguments, record)
+            started._processes = _children() - before
+            return started
         except Exception as error:
             raise InvalidArgument(f"vLLM cannot load the model: {error}") from None
 
     async def restart(self) -> None:
         """Shut down what is left of an engine that has ended, and start it again. Raises `InvalidArgument`."""
         await self.stop()
+        before = _children()
         self._engine = await _start(self._arguments, self._record)
+        self._processes = _children() - before
         self._orphan_reaper = _make_orphan_reaper()
 
     @property
@@ -82,6 +92,25 @@ class VllmEngine:
         except Exception:  # vLLM raises various types
             return False
         return True
+
+    async def answers(self, timeout: float) -> bool:
+        """Return whether the engine process answers within `timeout` seconds; it does so between two steps.
+
+        vLLM's health check does not ask the process. `is_sleeping` does, and is a part of vLLM's interface of engines.
+        """
+        try:
+            await asyncio.wait_for(self._engine.is_sleeping(), timeout)
+        except asyncio.TimeoutError:
+            return not self.alive
+        except Exception:  # vLLM raises various types when the engine has ended, which `alive` shows
+            logger.debug("vLLM's engine cannot be asked", exc_info=True)
+        return True
+
+    def kill(self) -> None:
+        """Kill the engine's processes, also stopped ones. vLLM then reports the engine as ended."""
+        for process in active_children():
+            if process.pid in self._processes:
+                process.kill()
 
     async def tokenizer(self) -> Any:
         """vLLM's tokenizer of the model, with the interface of transformers."""
@@ -198,8 +227,12 @@ async def _start(arguments: Any, record: library.Record | None) -> Any:
         raise InvalidArgument(f"vLLM cannot load the model: {error}") from None
 
 
+def _children() -> set[int]:
+    return {process.pid for process in active_children() if process.pid}
+
+
 def _make_orphan_reaper() -> OrphanReaper:
-    return OrphanReaper(process.pid for process in active_children() if process.pid)
+    return OrphanReaper(_children())
 
 
 def _shut_down(starting: asyncio.Future[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,42 @@ _PATHS = ("model", "tokenizer", "speculative_model")
 
 
 @dataclass(frozen=True, slots=True)
+class Supervision:
+    """Neso's own options in `model.json`, named as those of its engine. Times are in seconds.
+
+    `max_restarts`: failures in `restart_window` that are followed by a restart. `step_timeout`: an engine that answers
+    nothing for this long is killed; it answers between two steps. 0 disables this check.
+    """
+
+    max_restarts: int = 10
+    restart_window: float = 300.0
+    step_timeout: float = 600.0
+
+    @classmethod
+    def take(cls, arguments: dict[str, Any]) -> Supervision:
+        """Remove the options from engine arguments. Raises `InvalidArgument`."""
+        given: dict[str, Any] = {}
+        for each in fields(cls):
+            if each.name not in arguments:
+                continue
+            value = arguments.pop(each.name)
+            types = int if each.name == "max_restarts" else int | float
+            if isinstance(value, bool) or not isinstance(value, types) or value < 0:
+                kind = "an integer" if types is int else "a number"
+                raise InvalidArgument(
+                    f"model.json: '{each.name}' must be {kind} of at least 0, got {value!r}"
+                )
+            given[each.name] = value
+        return cls(**given)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFiles:
     """`arguments`: engine arguments of `model.json`. `adapters`: paths of LoRA adapters by name."""
 
     arguments: dict[str, Any]
     adapters: dict[str, str]
+    supervision: Supervision = field(default_factory=Supervision)
 
     @classmethod
     def read(cls, version_directory: Path) -> ModelFiles:
@@ -32,6 +63,7 @@ class ModelFiles:
                 'of engine arguments, such as {"model": "facebook/opt-125m"}'
             )
         arguments = read_object(path)
+        supervision = Supervision.take(arguments)
         arguments.setdefault("model", str(version_directory))
         for name in _PATHS:
             if isinstance(arguments.get(name), str):
@@ -45,7 +77,7 @@ class ModelFiles:
                     f"multi_lora.json: the path of '{name}' must be a string, got {place!r}"
                 )
             adapters[name] = _found(version_directory, place)
-        return cls(arguments, adapters)
+        return cls(arguments, adapters, supervision)
 
 
 def _found(directory: Path, name: str) -> str:

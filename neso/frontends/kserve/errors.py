@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from neso.frontends.transport.http1 import error_body
-from neso.server.errors import ErrorCode, InternalError, ServerError
+from neso.frontends.transport.http1 import Headers, error_body
+from neso.server.errors import ErrorCode, InternalError, ServerError, Unavailable
 
 if TYPE_CHECKING:
     from neso.frontends.transport.http1 import Rejection
@@ -32,6 +32,13 @@ def as_server_error(error: BaseException, operation: str) -> ServerError:
         return error
     logger.error("unexpected error in %s", operation, exc_info=error)
     return InternalError(f"unexpected error in {operation}: {type(error).__name__}: {error}")
+
+
+def retry_headers(error: ServerError) -> Headers:
+    """Return the header that tells when the client can try again, if that is known."""
+    if isinstance(error, Unavailable) and error.retry_after:
+        return (("retry-after", str(error.retry_after)),)
+    return ()
 
 
 INPUT_SIZE_HINT = "Use --http-max-input-size to increase the limit."

@@ -6,7 +6,7 @@ import json
 from collections.abc import Container
 from typing import Any
 
-from neso.frontends.kserve.errors import STATUSES
+from neso.frontends.kserve.errors import STATUSES, retry_headers
 from neso.frontends.kserve.http_infer import PROTOCOL, load_headers
 from neso.frontends.kserve.http_json import (
     read_object,
@@ -17,7 +17,7 @@ from neso.frontends.kserve.http_json import (
     write_values,
 )
 from neso.frontends.kserve.service import KServeService
-from neso.frontends.transport.http1 import Request, Response, StreamingResponse, error_body
+from neso.frontends.transport.http1 import Headers, Request, Response, StreamingResponse, error_body
 from neso.generation import GenerationOutput
 from neso.server.backend import TextFields
 from neso.server.errors import InvalidArgument, ServerError
@@ -45,11 +45,13 @@ class GenerateEndpoint:
         """Return one JSON response. Its status is that of the first response, even if more follow."""
         stream, fields_of = self._submit(request)
         status = 0
+        headers: Headers = ()
         bodies: list[bytes] = []
         try:
             async for response in stream:
-                body, code = _response_body(response, fields_of)
-                status = status or code
+                body, code, more = _response_body(response, fields_of)
+                if not status:
+                    status, headers = code, more
                 if body is not None:
                     bodies.append(body)
                 if len(bodies) > 1:
@@ -57,7 +59,7 @@ class GenerateEndpoint:
         finally:
             stream.cancel()
         body = bodies[0] if len(bodies) == 1 else error_body(NOT_ONE_RESPONSE)
-        return Response(body, status or 200, headers=load_headers(request, self._service))
+        return Response(body, status or 200, headers=(*load_headers(request, self._service), *headers))
 
     async def generate_stream(self, request: Request) -> StreamingResponse:
         """Send each response as a server-sent event. The first response sets the status; later errors are events."""
@@ -65,9 +67,10 @@ class GenerateEndpoint:
         out: StreamingResponse | None = None
         try:
             async for response in stream:
-                body, code = _response_body(response, fields_of)
+                body, code, headers = _response_body(response, fields_of)
                 if out is None:
-                    out = StreamingResponse(request, code, _SSE, load_headers(request, self._service))
+                    headers = (*load_headers(request, self._service), *headers)
+                    out = StreamingResponse(request, code, _SSE, headers)
                     if request.trace is not None:
                         request.trace.sending(PROTOCOL)
                 if body is not None:
@@ -203,15 +206,17 @@ def write_generate_response(response: InferenceResponse, fields_of: TextFields |
     return write_json(document)
 
 
-def _response_body(response: InferenceResponse, fields_of: TextFields | None) -> tuple[bytes | None, int]:
-    """Return JSON body and HTTP status of a response; the body is None for an empty final response."""
+def _response_body(
+    response: InferenceResponse, fields_of: TextFields | None
+) -> tuple[bytes | None, int, Headers]:
+    """Return JSON body, status and headers of a response; the body is None for an empty final response."""
     if response.flag_only:
-        return None, 200
+        return None, 200, ()
     try:
         response.raise_error()
-        return write_generate_response(response, fields_of), 200
+        return write_generate_response(response, fields_of), 200, ()
     except ServerError as error:
-        return error_body(error.message), STATUSES[error.code][0]
+        return error_body(error.message), STATUSES[error.code][0], retry_headers(error)
 
 
 def _read_member(

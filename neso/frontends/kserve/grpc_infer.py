@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from neso.frontends.decoding import decode
 from neso.frontends.kserve.errors import as_server_error
 from neso.frontends.kserve.grpc_calls import STOPPING, ActiveCalls, text_metadata
 from neso.frontends.kserve.grpc_codec import (
@@ -68,7 +69,7 @@ class ModelInfer:
     def _decode_in_thread(
         self, scanned: ScannedMessage, size: int, responder: _Responder, call: CallbackCall, received_ns: int
     ) -> None:
-        def decode() -> Decoded:
+        def read() -> Decoded:
             infer = decode_infer_message(scanned.data, scanned.raw_inputs)
             return infer, *read_infer_request(infer, self._service.shared_memory)
 
@@ -85,7 +86,7 @@ class ModelInfer:
 
         self._calls.add_pending(responder)
         call.on_cancel = responder.cancel
-        asyncio.get_running_loop().run_in_executor(None, decode).add_done_callback(start)
+        decode(read).add_done_callback(start)
 
     def _start(
         self,

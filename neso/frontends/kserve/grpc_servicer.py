@@ -112,7 +112,7 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
     async def ModelStatistics(self, request: Any, context: Context) -> Any:
         # A snapshot has the same structure as the message.
         reply = pb.ModelStatisticsResponse()
-        for snapshot in self._service.statistics(request.name, request.version):
+        for snapshot in await self._service.statistics(request.name, request.version):
             reply.model_stats.add(**snapshot)
         return reply
 
@@ -121,7 +121,7 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
     @rpc
     async def RepositoryIndex(self, request: Any, context: Context) -> Any:
         reply = pb.RepositoryIndexResponse()
-        for entry in self._service.repository_index(request.repository_name, request.ready):
+        for entry in await self._service.repository_index(request.repository_name, request.ready):
             state = entry.state.value if entry.state is not None else ""
             reply.models.add(name=entry.name, version=entry.version, state=state, reason=entry.reason)
         return reply
@@ -152,13 +152,14 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
 
     @rpc
     async def SystemSharedMemoryRegister(self, request: Any, context: Context) -> Any:
-        shared_memory = self._service.shared_memory
-        shared_memory.register(request.name, request.key, request.offset, request.byte_size)
+        await self._service.change_shared_memory(
+            "register", request.name, request.key, request.offset, request.byte_size
+        )
         return pb.SystemSharedMemoryRegisterResponse()
 
     @rpc
     async def SystemSharedMemoryUnregister(self, request: Any, context: Context) -> Any:
-        self._service.shared_memory.unregister(request.name)
+        await self._service.change_shared_memory("unregister", request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     @rpc
@@ -171,13 +172,14 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
 
     @rpc
     async def CudaSharedMemoryRegister(self, request: Any, context: Context) -> Any:
-        shared_memory = self._service.shared_memory
-        shared_memory.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
+        await self._service.change_shared_memory(
+            "register_cuda", request.name, request.raw_handle, request.device_id, request.byte_size
+        )
         return pb.CudaSharedMemoryRegisterResponse()
 
     @rpc
     async def CudaSharedMemoryUnregister(self, request: Any, context: Context) -> Any:
-        self._service.shared_memory.unregister_cuda(request.name)
+        await self._service.change_shared_memory("unregister_cuda", request.name)
         return pb.CudaSharedMemoryUnregisterResponse()
 
     # Trace and log settings. Both methods reply with the current settings.
@@ -186,7 +188,7 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
     async def TraceSetting(self, request: Any, context: Context) -> Any:
         changes = {name: list(setting.value) for name, setting in request.settings.items()}
         reply = pb.TraceSettingResponse()
-        for name, value in self._service.trace_settings(request.model_name, changes).items():
+        for name, value in (await self._service.trace_settings(request.model_name, changes)).items():
             reply.settings[name].value.extend([value] if isinstance(value, str) else value)
         return reply
 
@@ -194,7 +196,7 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
     async def LogSettings(self, request: Any, context: Context) -> Any:
         changes = {name: _read_log_setting(name, value) for name, value in request.settings.items()}
         reply = pb.LogSettingsResponse()
-        for name, value in self._service.log_settings(changes).items():
+        for name, value in (await self._service.log_settings(changes)).items():
             if isinstance(value, bool):
                 reply.settings[name].bool_param = value
             elif isinstance(value, int):

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
+from neso.frontends.decoding import decode
 from neso.frontends.kserve.errors import as_server_error
 from neso.frontends.kserve.grpc_calls import STOPPING, text_metadata
 from neso.frontends.kserve.grpc_codec import (
@@ -104,15 +105,13 @@ class InferStream:
                 scanned = scan_infer_message(data, self._max_values)
                 many = scanned.values > INLINE_VALUES
                 infer = (
-                    await asyncio.to_thread(decode_infer_message, scanned.data, scanned.raw_inputs)
+                    await decode(decode_infer_message, scanned.data, scanned.raw_inputs)
                     if many
                     else decode_infer_message(scanned.data, scanned.raw_inputs)
                 )
                 model_name, request_id = infer.request.model_name, infer.request.id
                 if many:
-                    request, output = await asyncio.to_thread(
-                        read_infer_request, infer, service.shared_memory
-                    )
+                    request, output = await decode(read_infer_request, infer, service.shared_memory)
                 else:
                     request, output = read_infer_request(infer, service.shared_memory)
                 request.client, request.input_bytes = self._client, len(data)

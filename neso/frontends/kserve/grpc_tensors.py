@@ -39,6 +39,8 @@ _CONTENTS_FIELDS = {
     DataType.BYTES: "bytes_contents",
 }
 
+_PIECE = 32 << 10  # elements that are converted at once
+
 SharedTensors = dict[str, SharedMemoryWindow]
 """Locations of tensors in shared memory, by tensor name."""
 
@@ -209,10 +211,16 @@ def _from_contents(name: str, datatype: DataType, shape: tuple[int, ...], wire: 
 def _array(name: str, datatype: DataType, elements: Any, count: int) -> npt.NDArray[Any]:
     if datatype is DataType.BYTES:
         array = np.empty(count, np.object_)
-        array[:] = elements
-        return array
+    else:
+        array = np.empty(count, datatype.dtype)
     try:
-        return np.fromiter(elements, datatype.dtype, count)
+        # In pieces, so that other threads get the interpreter lock.
+        for start in range(0, count, _PIECE):
+            piece = elements[start : start + _PIECE]
+            array[start : start + _PIECE] = (
+                piece if datatype is DataType.BYTES else np.fromiter(piece, datatype.dtype, len(piece))
+            )
+        return array
     except OverflowError:
         raise InvalidArgument(
             f"an element of input '{name}' is out of the range of {datatype.value}"

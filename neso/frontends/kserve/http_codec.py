@@ -12,6 +12,7 @@ import numpy as np
 
 from neso._wire import parse_plain_infer, write_plain_infer
 from neso.frontends.kserve.http_json import (
+    MAX_VALUES,
     read_array_member,
     read_bool,
     read_object,
@@ -61,9 +62,16 @@ class OutputFormat:
 
 
 def read_infer_request(
-    request: Request, model: Model, version: str, shared_memory: SharedMemory
+    request: Request,
+    model: Model,
+    version: str,
+    shared_memory: SharedMemory,
+    max_values: int = MAX_VALUES,
 ) -> tuple[InferenceRequest, OutputFormat]:
-    """Decode a request whose body is not compressed. Raises `ServerError`."""
+    """Decode a request whose body is not compressed. Raises `ServerError`.
+
+    `max_values`: limit on the JSON values of requests that the fast path does not support.
+    """
     text: bytes | memoryview
     text, binary = request.body, _EMPTY
     if HEADER_LENGTH_FIELD in request.headers:
@@ -78,7 +86,7 @@ def read_infer_request(
     if plain is not None:
         _read_plain(plain, inference, output_format, binary)
         return inference, output_format
-    document = read_object(text)
+    document = read_object(text, max_values)
     _check_members(document)
     if "id" in document:
         inference.id = read_string("id", document["id"])

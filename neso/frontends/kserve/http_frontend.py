@@ -41,10 +41,10 @@ class Route(NamedTuple):
     handler: Handler
 
 
-def routes(service: KServeService, max_input_size: int) -> Iterator[Route]:
-    """Yield all routes. `max_input_size`: bytes of a decompressed request body."""
+def routes(service: KServeService, max_input_size: int, max_values: int) -> Iterator[Route]:
+    """Yield all routes. `max_input_size`, `max_values`: see `InferEndpoint`."""
     handlers = HttpHandlers(service)
-    infer, generate = InferEndpoint(service, max_input_size), GenerateEndpoint(service)
+    infer, generate = InferEndpoint(service, max_input_size, max_values), GenerateEndpoint(service)
     yield Route("GET", "/v2", "metadata", handlers.server_metadata)
     yield Route("GET", "/v2/health/live", "health", handlers.live)
     yield Route("GET", "/v2/health/ready", "health", handlers.ready)
@@ -102,7 +102,8 @@ class KServeHttp:
         self._apps: list[AsgiApp] = []
         self._server = HttpServer(self._handle, options.server(), limits)
         self._router = Router()
-        for route in routes(KServeService(core, options.header_forwarding), options.max_input_size):
+        service = KServeService(core, options.header_forwarding)
+        for route in routes(service, options.max_input_size, options.max_json_values):
             required = options.restrictions.get(route.group)
             handler = route.handler if required is None else _restrict(route.handler, required)
             self._router.add(route.method, route.pattern, handler)

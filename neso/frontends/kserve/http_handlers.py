@@ -63,21 +63,21 @@ class HttpHandlers:
     def model_config(self, request: Request) -> Response:
         return json_response(config_to_dict(self._service.model_config(*_model(request))))
 
-    def model_statistics(self, request: Request) -> Response:
-        return json_response({"model_stats": self._service.statistics(*_model(request))})
+    async def model_statistics(self, request: Request) -> Response:
+        return json_response({"model_stats": await self._service.statistics(*_model(request))})
 
-    def statistics(self, request: Request) -> Response:
-        return json_response({"model_stats": self._service.statistics()})
+    async def statistics(self, request: Request) -> Response:
+        return json_response({"model_stats": await self._service.statistics()})
 
     # Model repository.
 
-    def repository_index(self, request: Request) -> Response:
+    async def repository_index(self, request: Request) -> Response:
         repository = _repository(request)
         ready_only = _optional_object(request).get("ready", False)
         if type(ready_only) is not bool:
             raise InvalidArgument("Invalid value for 'ready': expected a boolean")
         return json_response(
-            [_index_entry(entry) for entry in self._service.repository_index(repository, ready_only)]
+            [_index_entry(entry) for entry in await self._service.repository_index(repository, ready_only)]
         )
 
     async def load_model(self, request: Request) -> Response:
@@ -106,10 +106,11 @@ class HttpHandlers:
             ]
         )
 
-    def register_system_shared_memory(self, request: Request) -> Response:
+    async def register_system_shared_memory(self, request: Request) -> Response:
         self._service.shared_memory.check_enabled()
         body = _registration(request, "key", "byte_size")
-        self._service.shared_memory.register(
+        await self._service.change_shared_memory(
+            "register",
             _region(request),
             read_string("key", body["key"]),
             read_unsigned("offset", body.get("offset", 0)),
@@ -117,8 +118,8 @@ class HttpHandlers:
         )
         return _empty()
 
-    def unregister_system_shared_memory(self, request: Request) -> Response:
-        self._service.shared_memory.unregister(_region(request))
+    async def unregister_system_shared_memory(self, request: Request) -> Response:
+        await self._service.change_shared_memory("unregister", _region(request))
         return _empty()
 
     def cuda_shared_memory_status(self, request: Request) -> Response:
@@ -130,10 +131,11 @@ class HttpHandlers:
             ]
         )
 
-    def register_cuda_shared_memory(self, request: Request) -> Response:
+    async def register_cuda_shared_memory(self, request: Request) -> Response:
         self._service.shared_memory.check_enabled()
         body = _registration(request, "raw_handle", "device_id", "byte_size")
-        self._service.shared_memory.register_cuda(
+        await self._service.change_shared_memory(
+            "register_cuda",
             _region(request),
             _read_cuda_handle(read_object_member("raw_handle", body["raw_handle"])),
             read_unsigned("device_id", body["device_id"]),
@@ -141,31 +143,31 @@ class HttpHandlers:
         )
         return _empty()
 
-    def unregister_cuda_shared_memory(self, request: Request) -> Response:
-        self._service.shared_memory.unregister_cuda(_region(request))
+    async def unregister_cuda_shared_memory(self, request: Request) -> Response:
+        await self._service.change_shared_memory("unregister_cuda", _region(request))
         return _empty()
 
     # Trace and log settings. Every request returns the current settings.
 
-    def trace_settings(self, request: Request) -> Response:
-        return json_response(self._service.trace_settings(request.params.get("model", "")))
+    async def trace_settings(self, request: Request) -> Response:
+        return json_response(await self._service.trace_settings(request.params.get("model", "")))
 
-    def update_trace_settings(self, request: Request) -> Response:
+    async def update_trace_settings(self, request: Request) -> Response:
         """null clears a setting."""
         changes = {name: _trace_values(name, value) for name, value in read_object(request.body).items()}
-        return json_response(self._service.trace_settings(request.params.get("model", ""), changes))
+        return json_response(await self._service.trace_settings(request.params.get("model", ""), changes))
 
-    def log_settings(self, request: Request) -> Response:
-        return json_response(self._service.log_settings())
+    async def log_settings(self, request: Request) -> Response:
+        return json_response(await self._service.log_settings())
 
-    def update_log_settings(self, request: Request) -> Response:
+    async def update_log_settings(self, request: Request) -> Response:
         """null leaves a setting unchanged."""
         changes = {
             name: _LOG_READERS[name](name, value) if name in _LOG_READERS else value
             for name, value in read_object(request.body).items()
             if value is not None
         }
-        return json_response(self._service.log_settings(changes))
+        return json_response(await self._service.log_settings(changes))
 
 
 def reject_unnamed_region(kind: str) -> Callable[[Request], Response]:

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import orjson
 
-from neso.frontends.kserve.errors import STATUSES
+from neso.frontends.decoding import LARGE_JSON, decode
+from neso.frontends.kserve.errors import STATUSES, retry_headers
 from neso.frontends.kserve.http_codec import (
     HEADER_LENGTH_FIELD,
     OutputFormat,
@@ -32,7 +33,7 @@ from neso.frontends.transport.http1 import (
     Response,
     error_response,
 )
-from neso.server.errors import Overloaded, ServerError
+from neso.server.errors import ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream, SingleResponse
 from neso.server.model import Model
@@ -40,8 +41,6 @@ from neso.server.tracing import Trace
 
 logger = logging.getLogger(__name__)
 
-LARGE_JSON = 1 << 20
-"""Bytes of JSON that are parsed in a thread, because parsing them takes tens of milliseconds."""
 PROTOCOL = "HTTP"  # part of the names of trace activities
 _API = "HTTP end point"  # in error messages
 
@@ -57,17 +56,19 @@ AsyncEndpoint = Callable[[Request], Awaitable[HandlerResult]]
 
 def error_to_response(error: ServerError, headers: Headers = ()) -> Response:
     """Create the HTTP response for a server error."""
-    if isinstance(error, Overloaded):
-        headers = (*headers, ("retry-after", str(error.retry_after)))
-    return error_response(STATUSES[error.code][0], error.message, headers)
+    return error_response(STATUSES[error.code][0], error.message, (*headers, *retry_headers(error)))
 
 
 class InferEndpoint:
-    """`POST /v2/models/{model}[/versions/{version}]/infer`. `max_input_size`: bytes of a decompressed body."""
+    """`POST /v2/models/{model}[/versions/{version}]/infer`.
 
-    def __init__(self, service: KServeService, max_input_size: int) -> None:
+    `max_input_size`: bytes of a decompressed body. `max_values`: see `read_infer_request`.
+    """
+
+    def __init__(self, service: KServeService, max_input_size: int, max_values: int) -> None:
         self._service = service
         self._max_input_size = max_input_size
+        self._max_values = max_values
 
     def infer(self, request: Request) -> PendingResponse | Awaitable[Response]:
         """Respond from the model's callback, without a task, unless headers of the request need `infer_async`."""
@@ -80,7 +81,9 @@ class InferEndpoint:
             return self.infer_async(request)
         version = request.params.get("version", "")
         model = self._service.find_unary_model(request.params["model"], version, _API)
-        inference, output_format = read_infer_request(request, model, version, self._service.shared_memory)
+        inference, output_format = read_infer_request(
+            request, model, version, self._service.shared_memory, self._max_values
+        )
         stream = self._submit(request, model, inference)
         pending = _PendingInfer(request, output_format)
         pending.on_disconnect = stream.cancel
@@ -99,9 +102,9 @@ class InferEndpoint:
                 return error_to_response(error, ACCEPTED)
         version = request.params.get("version", "")
         model = self._service.find_unary_model(request.params["model"], version, _API)
-        arguments = (request, model, version, self._service.shared_memory)
+        arguments = (request, model, version, self._service.shared_memory, self._max_values)
         if _has_large_json(request):
-            inference, output_format = await asyncio.to_thread(read_infer_request, *arguments)
+            inference, output_format = await decode(read_infer_request, *arguments)
         else:
             inference, output_format = read_infer_request(*arguments)
         stream = self._submit(request, model, inference)

@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import orjson
 
+from neso._wire import count_json
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.tensor import DataType, Tensor, element_count
 
 _INT64_MAX = (1 << 63) - 1
 _UINT64_MAX = (1 << 64) - 1
-MAX_CONTAINERS = 1_000_000
-"""Maximum number of arrays and objects of a body that is parsed in Python. Others are parsed by `neso._wire`."""
+MAX_VALUES = 500_000
+"""Maximum number of values of an infer request that is parsed in Python. Most are parsed by `neso._wire`."""
+MAX_INLINE_VALUES = 100_000
+"""Maximum number of values of a body that is parsed on the event loop."""
 _MAX_DEPTH = 100
 """Nesting of the lists of a tensor that is rejected, as in Triton."""
 _BINARY_ONLY = (DataType.FP16, DataType.BF16)
@@ -57,10 +60,13 @@ _ELEMENT_TYPES: dict[DataType, tuple[frozenset[type], str]] = {
 }
 
 
-def read_json(body: bytes | memoryview) -> Any:
-    """Parse JSON. Raises `InvalidArgument`."""
-    if len(body) > MAX_CONTAINERS:
-        _check_containers(bytes(body))
+def read_json(body: bytes | memoryview, max_values: int = MAX_INLINE_VALUES) -> Any:
+    """Parse JSON. Raises `InvalidArgument`, also for more than `max_values` values."""
+    # A parser holds the interpreter lock until it has created all of them.
+    if len(body) > max_values and count_json(body, max_values)[0] > max_values:
+        raise InvalidArgument(
+            f"request JSON has more than {max_values} values. Please use the binary data format for large tensors"
+        )
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -73,21 +79,9 @@ def read_json(body: bytes | memoryview) -> Any:
         raise InvalidArgument(_json_error(error)) from None
 
 
-def _check_containers(body: bytes) -> None:
-    """Raise `InvalidArgument` for more arrays and objects than can be parsed in half a second."""
-    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
-        return
-    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
-    if outside.count(b"[") + outside.count(b"{") > MAX_CONTAINERS:
-        raise InvalidArgument(
-            f"request JSON has more than {MAX_CONTAINERS} arrays and objects. Please use flat arrays or the binary "
-            "data format"
-        )
-
-
-def read_object(body: bytes | memoryview) -> dict[str, Any]:
-    """Parse a JSON object. Raises `InvalidArgument`."""
-    value = read_json(body)
+def read_object(body: bytes | memoryview, max_values: int = MAX_INLINE_VALUES) -> dict[str, Any]:
+    """Parse a JSON object. Raises `InvalidArgument`, also for more than `max_values` values."""
+    value = read_json(body, max_values)
     if type(value) is not dict:
         raise InvalidArgument("failed to parse the request JSON buffer: expected a JSON object")
     return value

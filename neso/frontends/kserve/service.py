@@ -25,8 +25,8 @@ Headers = Callable[[], Iterable[tuple[str, str]]]
 class KServeService:
     """All operations of the protocol. They raise `ServerError`. Runs on the event loop of `core`.
 
-    `shared_memory` has the operations of the shared memory extensions (status, register, unregister, for system and
-    CUDA regions). `tracing.enabled`: whether `start_trace` may return a trace.
+    `shared_memory`: the registered regions; changed by `change_shared_memory`. `tracing.enabled`: whether `start_trace`
+    may return a trace.
     """
 
     def __init__(self, core: Core, header_forwarding: HeaderForwarding | None = None) -> None:
@@ -57,23 +57,15 @@ class KServeService:
         """Return the `inference.ModelConfig` message of a model."""
         return self._core.model(name, version).config
 
-    def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
+    async def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
         """Return `ModelStatistics` of a version, of all ready versions of a model, or of all models."""
-        core = self._core
-        if not name:
-            models = core.models()
-        elif version:
-            models = [core.model(name, version)]
-        else:
-            model = core.model(name)
-            models = [core.model(model.name, each) for each in model.versions]
-        return [model.statistics.snapshot() for model in models]
+        return await self._core.model_statistics(name, version)
 
     # Model repository.
 
-    def repository_index(self, repository: str, ready_only: bool) -> list[IndexEntry]:
+    async def repository_index(self, repository: str, ready_only: bool) -> list[IndexEntry]:
         _reject_repository_name(repository)
-        return self._core.repository_index(ready_only)
+        return await self._core.list_repository(ready_only)
 
     async def load_model(
         self, repository: str, name: str, config: str | None, files: dict[str, bytes]
@@ -89,17 +81,20 @@ class KServeService:
 
     # Trace and log settings.
 
-    def trace_settings(
+    async def trace_settings(
         self, model: str = "", changes: Mapping[str, Sequence[str]] | None = None
     ) -> dict[str, str | list[str]]:
         """Apply `changes` and return the settings of a model or the server. An empty value clears a setting."""
-        return self._core.trace_settings(model, changes)
+        return await self._core.change_trace_settings(model, changes)
 
-    def log_settings(self, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def log_settings(self, changes: dict[str, Any] | None = None) -> dict[str, Any]:
         """Apply `changes` and return the log settings."""
-        if changes:
-            self._core.log.update(changes)
-        return self._core.log.settings()
+        return await self._core.change_log_settings(changes)
+
+    async def change_shared_memory(self, operation: str, *arguments: Any) -> None:
+        """Call a method of `shared_memory` that registers or removes regions."""
+        self.shared_memory.check_enabled()
+        await self._core.change_shared_memory(operation, *arguments)
 
     # Inference.
 

@@ -19,6 +19,7 @@ from neso.frontends.openai.chat.image_fetcher import ImageFetcher
 from neso.frontends.openai.completions import CompletionsApi
 from neso.frontends.openai.errors import ApiError
 from neso.frontends.openai.health import HealthApi
+from neso.frontends.openai.main_process import share_routes
 from neso.frontends.openai.model_resolver import ModelResolver
 from neso.frontends.openai.models_api import LoraAdaptersApi, ModelControlApi, ModelsApi
 from neso.frontends.openai.pooling import PoolingApi
@@ -42,6 +43,8 @@ RESOURCES = (
     HealthApi,
 )
 """Classes that define the operations of the API, in the order of the OpenAPI document."""
+STATEFUL = (ResponsesApi, ModelControlApi, LoraAdaptersApi)
+"""Classes whose operations the main process executes if there are several server processes."""
 
 
 def create_app(core: Core, options: OpenAIOptions) -> Starlette:
@@ -68,11 +71,15 @@ def create_app(core: Core, options: OpenAIOptions) -> Starlette:
         await images.close()
 
     groups: dict[str, list[Route]] = {}
+    stateful: list[Route] = []
     for resource in resources:
         for operation, route in routes_of(resource, core, options):
             if operation.group != "metrics" or options.metrics:
                 groups.setdefault(operation.group, []).append(route)
-    limit_rates(groups["inference"], options.access)
+            if isinstance(resource, STATEFUL):
+                stateful.append(route)
+    limit_rates(groups["inference"], core, options.access)
+    share_routes(stateful, core, options)
     for group, routes in groups.items():
         restrict(routes, group, options)
     app = Starlette(

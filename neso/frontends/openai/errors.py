@@ -11,7 +11,7 @@ import orjson
 
 from neso.engine.errors import EngineDead
 from neso.generation import InvalidParameter, PromptTooLong
-from neso.server.errors import ErrorCode, Overloaded, ServerError
+from neso.server.errors import ErrorCode, Overloaded, ServerError, Unavailable
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -115,7 +115,8 @@ def to_api_error(error: Exception) -> ApiError:
         status = _STATUS.get(error.code, 500)
         if status == 500:
             logger.error("a request failed: %s", error.message, exc_info=error, extra=log_fields)
-        return ApiError(status, error.message)
+        retry_after = error.retry_after if isinstance(error, Unavailable) else 0
+        return ApiError(status, error.message, retry_after=retry_after)
     logger.error("a request failed", exc_info=error, extra=log_fields)
     return ApiError(500, "The server had an error while processing the request.")
 

@@ -19,6 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from neso._wire import count_json
+from neso.frontends.decoding import LARGE_JSON, decode
 from neso.frontends.openai.access.api_keys import request_key
 from neso.frontends.openai.errors import ApiError, to_api_error, triton_error, validation_error
 from neso.frontends.transport.tcp import client_network
@@ -167,7 +169,11 @@ class Endpoint:
         if operation.request is not None:
             try:
                 data = await read_body(scope, receive, self._max_body_size)
-                body = parse_body(data if data or operation.body_required else b"{}", operation.request)
+                data = data if data or operation.body_required else b"{}"
+                if len(data) > LARGE_JSON:
+                    body = await decode(parse_body, data, operation.request)
+                else:
+                    body = parse_body(data, operation.request)
             except ClientDisconnected:
                 return
             except ApiError as error:
@@ -265,7 +271,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 MAX_VALUES, MAX_STRINGS, MAX_CONTAINERS = 1_000_000, 50_000, 50_000
-"""Maximum numbers of JSON values, strings, and objects and arrays in a body, which is validated on the event loop."""
+"""Maximum numbers of JSON values, strings, and objects and arrays in a body: pydantic holds the interpreter lock."""
 
 
 def parse_body(body: bytes, schema: type[Body]) -> Body:
@@ -279,19 +285,14 @@ def parse_body(body: bytes, schema: type[Body]) -> Body:
 
 def _check_counts(body: bytes) -> None:
     """Count the values outside strings. Raises `ApiError`."""
-    if body.count(b",") <= MAX_CONTAINERS and body.count(b"{") + body.count(b"[") <= MAX_CONTAINERS:
+    if len(body) <= MAX_CONTAINERS:
         return
-    if b"\\" in body:
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    num_strings = body.count(b'"') // 2
-    counts = [("strings", num_strings, MAX_STRINGS)]
-    if num_strings <= MAX_STRINGS:
-        outside = b"".join(body.split(b'"')[::2])
-        counts += [
-            ("values", outside.count(b","), MAX_VALUES),
-            ("objects and arrays", outside.count(b"{") + outside.count(b"["), MAX_CONTAINERS),
-        ]
-    for kind, count, most in counts:
+    values, strings, containers = count_json(body, MAX_VALUES)
+    for kind, count, most in (
+        ("strings", strings, MAX_STRINGS),
+        ("values", values, MAX_VALUES),
+        ("objects and arrays", containers, MAX_CONTAINERS),
+    ):
         if count > most:
             raise ApiError(400, f"The body has more than {most} {kind}.")
 

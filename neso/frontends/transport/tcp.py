@@ -1,31 +1,18 @@
-"""TCP and TLS settings shared by the servers, and limits on the number of connections."""
+"""TCP settings shared by the servers, turns of the event loop, and limits on the number of connections."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import socket
-import ssl
+import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
+from neso.frontends.transport.memory import MemoryAccount
 
-def tls_arguments(
-    context: ssl.SSLContext | None, handshake_timeout: float, shutdown_timeout: float
-) -> dict[str, Any]:
-    """Return TLS arguments for `loop.create_server`, with timeouts in seconds; empty without TLS.
-
-    asyncio rejects the timeouts when `ssl` is None. Its own defaults would let a silent client delay shutdown by a
-    minute.
-    """
-    if context is None:
-        return {}
-    return {
-        "ssl": context,
-        "ssl_handshake_timeout": handshake_timeout,
-        "ssl_shutdown_timeout": shutdown_timeout,
-    }
+if TYPE_CHECKING:
+    from neso.server.shared_counts import SharedCounts
 
 
 def enable_tcp_keepalive(transport: asyncio.BaseTransport) -> None:
@@ -46,6 +33,36 @@ def client_network(host: str) -> str:
             return f"{ipaddress.IPv6Address(address.packed[:8] + bytes(8))}/64"
         address = address.ipv4_mapped
     return str(address)
+
+
+LARGE_READ = 64 << 10
+"""Bytes of a read after which a connection checks its turn. The event loop reads up to 32 times 250 KB in a row."""
+
+
+class Turn:
+    """The time in which the connections of a server process received data before the event loop serves others.
+
+    A turn begins with the first check and ends with the iteration of the loop. The loop's time does not identify an
+    iteration, because uvloop updates it whenever a timer is started.
+    """
+
+    __slots__ = ("_ends", "_loop", "_seconds")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._ends: float | None = None
+
+    def is_over(self) -> bool:
+        """Whether the connections must let others run."""
+        now = time.monotonic()
+        if self._ends is None:
+            self._ends = now + self._seconds
+            self._loop.call_soon(self._reset)
+        return now >= self._ends
+
+    def _reset(self) -> None:
+        self._ends = None
 
 
 class WriteProgress:
@@ -90,45 +107,69 @@ class WriteProgress:
 class ConnectionLimits:
     """Limits the connections in all and those of each client address. Several servers of a process may share one.
 
+    `body_memory`: bytes of the HTTP/1.1 requests in flight whose bodies arrived in several parts.
+
     An IPv6 client usually has a network of 64 bits, which counts as one address. Connections without an IP address are
-    limited in all only.
+    limited in all only. `shared`: counts of the connections of all server processes; None if there is one process.
     """
 
-    def __init__(self, max_connections: int = 4096, max_per_address: int = 1024) -> None:
+    def __init__(
+        self,
+        max_connections: int = 4096,
+        max_per_address: int = 1024,
+        max_body_memory: int = 1 << 30,
+        shared: SharedCounts | None = None,
+    ) -> None:
+        self._shared = shared
         self.max_connections = max_connections
         self.max_per_address = max_per_address
-        self._count = 0
+        self.body_memory = MemoryAccount(max_body_memory)
+        self.count = 0  # connections
         self._by_address: Counter[str] = Counter()
 
     def admit(self, transport: asyncio.BaseTransport) -> Admission | None:
         """Count a new connection. Returns None if a limit is reached; the server then closes it."""
         peer = transport.get_extra_info("peername")
-        address = client_network(str(peer[0])) if isinstance(peer, tuple) else ""
-        if self._count >= self.max_connections:
+        return self.admit_host(str(peer[0]) if isinstance(peer, tuple) else "")
+
+    def admit_host(self, host: str) -> Admission | None:
+        """Count a new connection of a client, by its IP address. Returns None if a limit is reached."""
+        address = client_network(host)
+        count, of_address = self.count, self._by_address.get(address, 0)
+        if self._shared is not None:
+            count += self._shared.elsewhere()
+            of_address += self._shared.elsewhere(address) if address else 0
+        if count >= self.max_connections or (address and of_address >= self.max_per_address):
             return None
+        if self._shared is not None:
+            self._shared.add(address, 1)
         if address:
-            if self._by_address[address] >= self.max_per_address:
-                return None
             self._by_address[address] += 1
-        self._count += 1
+        self.count += 1
         return Admission(self, address)
 
     def release(self, address: str) -> None:
         """Count the end of a connection."""
-        self._count -= 1
+        self.count -= 1
+        if self._shared is not None:
+            self._shared.add(address, -1)
         if address:
             self._by_address[address] -= 1
             if not self._by_address[address]:
                 del self._by_address[address]
 
 
-@dataclass(frozen=True, slots=True)
 class Admission:
     """A connection that is counted by `limits` until `release`. `address`: see `client_network`."""
 
-    limits: ConnectionLimits
-    address: str
+    __slots__ = ("_limits", "address")
+
+    def __init__(self, limits: ConnectionLimits, address: str) -> None:
+        self._limits: ConnectionLimits | None = limits
+        self.address = address
 
     def release(self) -> None:
-        """Count the end of the connection."""
-        self.limits.release(self.address)
+        """Count the end of the connection. Idempotent."""
+        limits, self._limits = self._limits, None
+        if limits is not None:
+            limits.release(self.address)

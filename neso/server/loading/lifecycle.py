@@ -10,9 +10,9 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neso.server.backend import ModelContext
+from neso.server.backend import Backend, ModelContext
 from neso.server.config.model_config import differ_in_instances_only, is_ensemble
-from neso.server.errors import InternalError, ServerError, Unavailable
+from neso.server.errors import InternalError, ServerError, Unavailable, Unsupported
 from neso.server.loading.loader import ModelPlan, backend_settings, plan_model, warm_up
 from neso.server.loading.model_table import UNLOADED, LoadLocks, ModelRecord, ModelTable, VersionSlot
 from neso.server.memory import release_memory
@@ -307,6 +307,8 @@ class ModelLifecycle:
         backend = plan.backend(context)
         try:
             await backend.load()
+            if self._core.front_ends is not None:
+                _check_shared(backend)
             model = Model(context, backend)
             await warm_up(context, backend, model.signature)
             return model
@@ -375,6 +377,15 @@ class ModelLifecycle:
         ]
         if failures:
             raise InternalError(f"load failed for model '{name}': " + " ".join(failures))
+
+
+def _check_shared(backend: Backend) -> None:
+    """Raise `Unsupported` for a model that generates text in this process, if there are front-end processes."""
+    generates = backend.language_model is not None or backend.pooling_model is not None
+    if generates and backend.share() is None:
+        raise Unsupported(
+            f"backend '{backend.context.config.backend}' is not supported with --server-processes greater than 1"
+        )
 
 
 def _plan(source: ModelSource, options: ServerOptions) -> ModelPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -171,6 +171,14 @@ class ModelTable:
 
     def __iter__(self) -> Iterator[ModelRecord]:
         return iter(tuple(self._records.values()))
+
+    def replace(self, records: Iterable[ModelRecord]) -> None:
+        """Replace all records."""
+        self._records = {record.id: record for record in records}
+        self._namespaces = {}
+        for record in self._records.values():
+            if record.id != record.name:
+                self._namespaces.setdefault(record.name, set()).add(record.id)
 
     def get(self, id: str) -> ModelRecord | None:
         return self._records.get(id)

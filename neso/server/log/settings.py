@@ -192,6 +192,11 @@ class LogSettings:
             self.options = replace(self.options, **changes)
             self._apply()
 
+    def replace(self, options: LogOptions) -> None:
+        """Use other settings for the same log file."""
+        self.options = options
+        self._apply()
+
     def _apply(self) -> None:
         level = self._level()
         logging.getLogger("neso").setLevel(level)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,13 @@ class BucketCounts:
         """Count a value."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def merged(self, other: BucketCounts) -> BucketCounts:
+        """Return the sum of two histograms with the same bounds."""
+        result = BucketCounts(self.bounds)
+        result.sum = self.sum + other.sum
+        result._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]
+        return result
 
     def samples(self, name: str, labels: dict[str, str]) -> Iterator[Sample]:
         """Yield samples of the text format. Bounds are formatted as in Triton: 1, not 1.0."""
@@ -104,6 +112,21 @@ class LatencySummary:
         ranked = sorted(merged.items())
         return [_value_at(ranked, max(1, _ceil(fraction * total))) for fraction in fractions]
 
+    def merged(self, other: LatencySummary, now: int) -> LatencySummary:
+        """Return the summary of the durations of both, which use the same clock."""
+        result = LatencySummary()
+        result.count, result.ns = self.count + other.count, self.ns + other.ns
+        result._slice_end = now - now % SLICE_NS + SLICE_NS
+        slices: list[Counter[int]] = [Counter() for _ in range(NUM_SLICES)]
+        for summary in (self, other):
+            passed = (result._slice_end - summary._slice_end) // SLICE_NS
+            for age, counts in enumerate((summary._slice, *reversed(summary._old))):
+                if age + passed < NUM_SLICES:
+                    slices[age + passed].update(counts)
+        result._slice = dict(slices[0])
+        result._old.extend(dict(counts) for counts in reversed(slices[1:]))
+        return result
+
     def _advance(self, now: int) -> None:
         """Start the slice that contains `now`."""
         passed = min(NUM_SLICES, (now - self._slice_end) // SLICE_NS + 1)
@@ -147,6 +170,14 @@ class ModelLatencies:
     def from_config(cls, config: MetricsConfig) -> ModelLatencies | None:
         """Create the summaries; None if they are disabled."""
         return cls(config.summary_quantiles) if config.summary_latencies else None
+
+    def merged(self, other: ModelLatencies) -> ModelLatencies:
+        """Return the summaries of the requests of two processes."""
+        result, now = ModelLatencies(self.quantiles), time.monotonic_ns()
+        for name, summary in vars(self).items():
+            if isinstance(summary, LatencySummary):
+                setattr(result, name, summary.merged(getattr(other, name), now))
+        return result
 
     def add_success(self, now: int, request: int, stages: tuple[int, int, int, int]) -> None:
         """Add a computed request: total ns, and ns of queue, compute input, infer and output."""

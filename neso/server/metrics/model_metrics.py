@@ -48,7 +48,7 @@ def _summary(
     """Return a summary; with `cached` only for models with (True) or without (False) a response cache."""
 
     def samples(model: Model, name: str) -> Iterator[Sample]:
-        latencies = model.statistics.latencies
+        latencies = model.total_statistics.latencies
         if latencies is None or (cached is not None and model.uses_cache is not cached):
             return
         summary, labels = read(latencies), model.metric_labels
@@ -63,12 +63,12 @@ def _summary(
 
 
 def _failures(model: Model, name: str) -> Iterator[Sample]:
-    for reason, count in model.statistics.failures.items():
+    for reason, count in model.total_statistics.failures.items():
         yield Sample(name, {**model.metric_labels, "reason": reason.value}, count)
 
 
 def _first_response(model: Model, name: str) -> Iterable[Sample]:
-    histogram = model.statistics.responses.first_response_ms
+    histogram = model.total_statistics.responses.first_response_ms
     return histogram.samples(name, model.metric_labels) if histogram is not None else ()
 
 
@@ -77,7 +77,7 @@ _COUNTS = (
         "nv_inference_request_success",
         "counter",
         "Number of successful inference requests, all batch sizes",
-        lambda model: model.statistics.success.count,
+        lambda model: model.total_statistics.success.count,
     ),
     _ModelMetric(
         Family(
@@ -92,19 +92,19 @@ _COUNTS = (
         "nv_inference_count",
         "counter",
         "Number of inferences performed (does not include cached requests)",
-        lambda model: model.statistics.inference_count,
+        lambda model: model.total_statistics.inference_count,
     ),
     _value(
         "nv_inference_exec_count",
         "counter",
         "Number of model executions performed (does not include cached requests)",
-        lambda model: model.statistics.execution_count,
+        lambda model: model.total_statistics.execution_count,
     ),
     _value(
         "nv_inference_pending_request_count",
         "gauge",
         "Instantaneous number of pending requests awaiting execution per-model.",
-        lambda model: model.pending_count,
+        lambda model: model.total_pending_count,
     ),
     _value(
         "nv_model_load_duration_secs",
@@ -119,51 +119,51 @@ _COUNTER_LATENCIES = (
         "nv_inference_request_duration_us",
         "counter",
         "Cumulative inference request duration in microseconds (includes cached requests)",
-        lambda model: model.statistics.success.ns // 1000,
+        lambda model: model.total_statistics.success.ns // 1000,
     ),
     _value(
         "nv_inference_queue_duration_us",
         "counter",
         "Cumulative inference queuing duration in microseconds (includes cached requests)",
-        lambda model: model.statistics.queue.ns // 1000,
+        lambda model: model.total_statistics.queue.ns // 1000,
     ),
     _value(
         "nv_inference_compute_input_duration_us",
         "counter",
         "Cumulative compute input duration in microseconds (does not include cached requests)",
-        lambda model: model.statistics.compute_input.ns // 1000,
+        lambda model: model.total_statistics.compute_input.ns // 1000,
     ),
     _value(
         "nv_inference_compute_infer_duration_us",
         "counter",
         "Cumulative compute inference duration in microseconds (does not include cached requests)",
-        lambda model: model.statistics.compute_infer.ns // 1000,
+        lambda model: model.total_statistics.compute_infer.ns // 1000,
     ),
     _value(
         "nv_inference_compute_output_duration_us",
         "counter",
         "Cumulative inference compute output duration in microseconds (does not include cached requests)",
-        lambda model: model.statistics.compute_output.ns // 1000,
+        lambda model: model.total_statistics.compute_output.ns // 1000,
     ),
     _cache_counter(
         "nv_cache_num_hits_per_model",
         "Number of cache hits per model",
-        lambda model: model.statistics.cache_hit.count,
+        lambda model: model.total_statistics.cache_hit.count,
     ),
     _cache_counter(
         "nv_cache_num_misses_per_model",
         "Number of cache misses per model",
-        lambda model: model.statistics.cache_miss.count,
+        lambda model: model.total_statistics.cache_miss.count,
     ),
     _cache_counter(
         "nv_cache_hit_duration_per_model",
         "Total cache hit duration per model, in microseconds",
-        lambda model: model.statistics.cache_hit.ns // 1000,
+        lambda model: model.total_statistics.cache_hit.ns // 1000,
     ),
     _cache_counter(
         "nv_cache_miss_duration_per_model",
         "Total cache miss (insert+lookup) duration per model, in microseconds",
-        lambda model: model.statistics.cache_miss.ns // 1000,
+        lambda model: model.total_statistics.cache_miss.ns // 1000,
     ),
 )
 

@@ -30,6 +30,9 @@ _LINES_PER_TURN = 500  # about 2 ms of work
 
 Kind = TypeVar("Kind", bound=Collector)
 
+SampleKey = tuple[str, tuple[tuple[str, str], ...]]
+"""Name and sorted labels of a sample."""
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -85,6 +88,8 @@ class MetricsRegistry(CollectorRegistry):
         super().__init__(auto_describe=False)
         self._reserved = reserved
         self._families: dict[str, tuple[Family, Collector]] = {}
+        self.elsewhere: Mapping[SampleKey, float] = {}
+        """Samples of counters and histograms of other processes, which are added at each scrape."""
 
     def counter(self, family: Family) -> Counter:
         """Return the counter of a family, which the models share. The first call creates it. Raises `AlreadyExists`."""
@@ -136,6 +141,17 @@ class MetricsRegistry(CollectorRegistry):
             return []
         return [sample for metric in self._families[name][1].collect() for sample in metric.samples]
 
+    def counts(self) -> dict[SampleKey, float]:
+        """Return the samples of the counters and histograms of backends."""
+        return {
+            sample_key(sample): sample.value
+            for _, collector in self._families.values()
+            if isinstance(collector, Counter | Histogram)
+            for metric in collector.collect()
+            for sample in metric.samples
+            if not sample.name.endswith("_created")
+        }
+
     def render(self) -> bytes:
         """Return all metrics in the text exposition format."""
         return "".join(self._lines()).encode()
@@ -150,7 +166,10 @@ class MetricsRegistry(CollectorRegistry):
         return "".join(lines).encode()
 
     def _lines(self) -> Iterator[str]:
+        rest = dict(self.elsewhere)
         for metric in self.collect():
+            if rest and metric.type in ("counter", "histogram"):
+                _add(metric, rest)
             yield from metric_lines(metric)
 
     def _shared(self, family: Family, kind: type[Kind], make: Callable[[], Kind]) -> Kind:
@@ -161,6 +180,22 @@ class MetricsRegistry(CollectorRegistry):
         if not isinstance(collector, kind) or known.labels != family.labels:
             raise AlreadyExists(f"metric '{name}' exists already with another kind or other labels")
         return collector
+
+
+def sample_key(sample: Sample) -> SampleKey:
+    """Return name and labels of a sample."""
+    return sample.name, tuple(sorted(sample.labels.items()))
+
+
+def _add(metric: Metric, rest: dict[SampleKey, float]) -> None:
+    """Add the values of other processes to the samples of a family, and their samples with other labels."""
+    samples = [
+        sample._replace(value=sample.value + rest.pop(sample_key(sample), 0.0)) for sample in metric.samples
+    ]
+    names = {f"{metric.name}{suffix}" for suffix in ("", "_total", "_count", "_sum", "_bucket")}
+    for key in [key for key in rest if key[0] in names]:
+        samples.append(Sample(key[0], dict(key[1]), rest.pop(key)))
+    metric.samples = samples
 
 
 def metric_lines(metric: Metric) -> Iterator[str]:

@@ -66,15 +66,21 @@ class PriorityQueue:
     def __init__(
         self, num_levels: int, default_level: int, policies: dict[int, QueuePolicy], default: QueuePolicy
     ):
-        self._levels = {
-            level: _Level(policies.get(level, default)) for level in range(1, max(num_levels, 1) + 1)
+        self._num_levels = max(num_levels, 1)
+        self._policies = {
+            level: policy for level, policy in policies.items() if 1 <= level <= self._num_levels
         }
-        self._queues = [queue for level in self._levels.values() for queue in (level.waiting, level.delayed)]
-        self._default_level = self._levels.get(default_level, self._levels[1])
+        self._default_policy = default
+        # Levels are created by their first request: a configuration can have up to 2^64 - 1 levels.
+        self._levels: dict[int, _Level] = {}
+        self._queues: list[deque[ResponseStream]] = []  # in execution order
+        self._default_priority = default_level if 1 <= default_level <= self._num_levels else 1
         self._deadlines: list[tuple[int, int, ResponseStream]] = []
         self._with_deadline: dict[ResponseStream, _Level] = {}  # waiting requests with a deadline
         self._arrivals = 0
-        policies_in_use = [level.policy for level in self._levels.values()]
+        policies_in_use = [*self._policies.values()]
+        if len(policies_in_use) < self._num_levels:
+            policies_in_use.append(default)
         self._bounded = any(policy.max_size for policy in policies_in_use)
         self._timed = any(policy.timeout_us or policy.overridable for policy in policies_in_use)
         self._has_closed = False  # whether requests were closed since closed requests were last removed
@@ -94,7 +100,7 @@ class PriorityQueue:
 
     def put(self, stream: ResponseStream) -> None:
         """Add a request; the default replaces an unknown priority. Raises `Overloaded` when the level is full."""
-        level = self._levels.get(stream.request.priority, self._default_level)
+        level = self._level(stream.request.priority)
         if self._bounded:
             self._check_capacity(level, stream)
         level.waiting.append(stream)
@@ -102,6 +108,17 @@ class PriorityQueue:
             self._arrivals += 1
             self._with_deadline[stream] = level
             heapq.heappush(self._deadlines, (deadline, self._arrivals, stream))
+
+    def _level(self, priority: int) -> _Level:
+        """Return the level of a priority, or the default level if there is no such level."""
+        if not 1 <= priority <= self._num_levels:
+            priority = self._default_priority
+        if priority not in self._levels:
+            self._levels[priority] = _Level(self._policies.get(priority, self._default_policy))
+            self._queues = [
+                queue for _, level in sorted(self._levels.items()) for queue in (level.waiting, level.delayed)
+            ]
+        return self._levels[priority]
 
     def _check_capacity(self, level: _Level, stream: ResponseStream) -> None:
         """Raise `Overloaded` when the level is full."""

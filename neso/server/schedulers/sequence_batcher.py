@@ -21,7 +21,7 @@ from typing import Any
 
 from neso.server.errors import Cancelled, InvalidArgument, Unavailable
 from neso.server.inference_request import InferenceRequest
-from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.inference_response import NEVER_EXECUTED, InferenceResponse, ResponseStream
 from neso.server.rate_limiter.limiter import LimitedInstances
 from neso.server.schedulers.dynamic_batcher import NO_BATCH, BatchChoice, Dispatcher, ResponseOrder
 from neso.server.schedulers.sequence_inputs import ControlInputs, SequenceStates
@@ -91,10 +91,9 @@ class SequenceBatcher:
         sequence.waiting.append(stream)
         self._note_timeout(sequence, stream)
         self._idle.pop(sequence, None)
-        stream.request.on_cancel(stream.fail_if_queued)
         if self._iterative_ids is not None:
             sequence.ended = True
-            stream.request.on_cancel(partial(self._cancel_between_iterations, stream, sequence))
+        stream.request.on_cancel(partial(self._cancel_waiting, stream, sequence))
         self._dispatcher.wake()
 
     def observe(self, stream: ResponseStream, response: InferenceResponse) -> None:
@@ -260,6 +259,28 @@ class SequenceBatcher:
             self._advance(sequence)
         self._dispatcher.wake()
 
+    def _cancel_waiting(self, stream: ResponseStream, sequence: Sequence) -> None:
+        """Cancel a waiting request and all waiting requests of its sequence, which ends. The backend cancels others."""
+        if stream not in sequence.waiting:
+            return
+        last = sequence.waiting[-1]
+        cancelled = sequence.take_requests_with(stream)
+        if cancelled[-1] is last:
+            sequence.ended = True
+        sequence.expires = None
+        for left in sequence.waiting:
+            self._note_timeout(sequence, left)
+        if cancelled[0].request.sequence_start:
+            ended = False
+        elif sequence.running is not None:
+            sequence.running.request.sequence_end, ended = True, False
+        else:
+            sequence.begun, ended = False, True
+        if sequence.running is None:
+            self._advance(sequence, ended)
+        for request in cancelled:
+            request.fail(Cancelled(NEVER_EXECUTED))
+
     def _end_request(self, sequence: Sequence, stream: ResponseStream) -> None:
         sequence.running, sequence.again, sequence.started = None, False, 0
         del self._running[stream]
@@ -358,10 +379,5 @@ class SequenceBatcher:
         stream.request.sequence_start = stream.request.sequence_end = False  # only for the first execution
         sequence.waiting.appendleft(stream)
         if stream.request.cancelled:
-            self._cancel_between_iterations(stream, sequence)
+            self._cancel_waiting(stream, sequence)
         self._dispatcher.wake()
-
-    def _cancel_between_iterations(self, stream: ResponseStream, sequence: Sequence) -> None:
-        """Cancel a request that is not executing; during an execution the backend handles it."""
-        if sequence.running is not stream:
-            stream.fail(Cancelled("the request was cancelled"))

@@ -18,7 +18,7 @@ from neso.server.signature import Signature
 class Sequence:
     """Requests of one correlation id, in order of arrival.
 
-    - waiting: requests that were not executed yet; can include cancelled requests
+    - waiting: requests that were not executed yet
     - running: the request being executed or waiting for its responses; None if there is no such request
     - executed: the execution of `running` has ended; responses can still follow
     - again: `running` will be executed again (iterative sequence)
@@ -55,6 +55,21 @@ class Sequence:
             if taken[-1].request.sequence_end:
                 break
         return taken
+
+    def take_requests_with(self, stream: ResponseStream) -> list[ResponseStream]:
+        """Remove and return the waiting requests from the START to the END that `stream`, one of them, belongs to."""
+        requests = list(self.waiting)
+        first = last = requests.index(stream)
+        while first > 0 and not (
+            requests[first].request.sequence_start or requests[first - 1].request.sequence_end
+        ):
+            first -= 1
+        while last + 1 < len(requests) and not (
+            requests[last].request.sequence_end or requests[last + 1].request.sequence_start
+        ):
+            last += 1
+        self.waiting = deque(requests[:first] + requests[last + 1 :])
+        return requests[first : last + 1]
 
 
 class SequenceSlots:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -145,6 +146,10 @@ def _open(key: str) -> int:
     return descriptor
 
 
+Registration = tuple[str, tuple[str, Any, int, int]]
+"""Method of `SharedMemory` and arguments that have registered a region."""
+
+
 class SharedMemory:
     """Registered regions by name: system and, with a GPU, CUDA shared memory.
 
@@ -156,6 +161,12 @@ class SharedMemory:
         self.enabled = enabled
         self._regions: dict[str, SharedMemoryRegion] = {}
         self._cuda_regions: dict[str, CudaRegion] = {}
+        self._registrations: dict[str, Registration] = {}
+
+    @property
+    def registrations(self) -> dict[str, Registration]:
+        """How the regions were registered, by name."""
+        return {name: self._registrations[name] for name in (*self._regions, *self._cuda_regions)}
 
     def check_enabled(self) -> None:
         """Raise `Unsupported` if shared memory is disabled for clients."""
@@ -190,6 +201,7 @@ class SharedMemory:
         if not key.strip("/"):
             raise InvalidArgument(f"cannot register shared memory region '{name}' - invalid shm key '{key}'")
         self._regions[name] = SharedMemoryRegion.open(name, key, offset, byte_size)
+        self._registrations[name] = "register", (name, key, offset, byte_size)
 
     def unregister(self, name: str = "") -> None:
         """Remove the region of a name, if it exists, or all. Requests in flight keep their regions mapped."""
@@ -226,6 +238,7 @@ class SharedMemory:
             )
         self._check_free(name)
         self._cuda_regions[name] = CudaRegion.open(name, self.cuda, handle, device_id, byte_size)
+        self._registrations[name] = "register_cuda", (name, handle, device_id, byte_size)
 
     def unregister_cuda(self, name: str = "") -> None:
         """Remove the region of a name, if it exists, or all. Requests in flight keep their regions mapped."""
@@ -234,6 +247,16 @@ class SharedMemory:
             self._cuda_regions.pop(name, None)
         else:
             self._cuda_regions.clear()
+
+    def follow(self, registrations: Mapping[str, Registration]) -> None:
+        """Register and remove regions so that they are those of another process. Raises `ServerError`."""
+        for name, known in self.registrations.items():
+            if registrations.get(name) != known:
+                self._regions.pop(name, None)
+                self._cuda_regions.pop(name, None)
+        for name, (method, arguments) in registrations.items():
+            if name not in self.registrations:
+                getattr(self, method)(*arguments)
 
     def _check_free(self, name: str) -> None:
         if name in self._regions or name in self._cuda_regions:

@@ -296,6 +296,21 @@ async def test_ensemble_without_decoupled_steps_is_not_decoupled(server: Server)
     assert response.final and response.output("OUT").array.tolist() == [2]
 
 
+async def test_request_fails_after_a_step_has_become_decoupled(server: Server) -> None:
+    server.add_ensemble(step("plus1", {"IN": "IN"}, {"OUT": "OUT"}))
+    core = await server.start(model_control_mode=ModelControlMode.EXPLICIT)
+    await core.load_model("all")
+    config = server.repository.path / "plus1" / "config.pbtxt"
+    config.write_text(config.read_text() + "model_transaction_policy { decoupled: true }")
+    await core.load_model("plus1")
+    responses = await collect(send_request(core.model("all"), IN=floats(1)))
+    if not core.model("all").decoupled:
+        (response,) = responses
+        assert response.error is not None and "must be loaded again" in response.error.message
+        await core.load_model("all")
+    assert core.model("all").decoupled
+
+
 async def test_output_listed_twice_is_one_output(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     twice = IDENTITY_TENSORS + 'output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }'
     server.add_ensemble(step("plus1", {"IN": "IN"}, {"OUT": "OUT"}), tensors=twice)

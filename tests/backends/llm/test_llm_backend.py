@@ -342,14 +342,16 @@ async def test_memory_of_a_language_model_is_released(tmp_path: Path) -> None:
 
 async def test_engine_that_ends_during_an_unload_is_not_restarted(core):
     backend = core.model("pilot")._backend
+    supervisor, (engine,) = backend._supervisor, backend.engine.engines
 
     async def restart() -> None:
         try:
             await asyncio.sleep(60)
         finally:
-            backend._on_dead("it has ended again")
+            for callback in engine._on_dead:
+                callback("it has ended again")
 
-    backend._restarting = first = asyncio.create_task(restart())
+    supervisor._restarting[0] = first = asyncio.create_task(restart())
     await asyncio.sleep(0)
     await core.unload_model("pilot")
-    assert backend._restarting is not first and backend._restarting.cancelled()
+    assert supervisor._restarting[0] is not first and supervisor._restarting[0].cancelled()

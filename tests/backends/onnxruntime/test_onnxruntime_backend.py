@@ -89,6 +89,19 @@ async def test_fixed_first_dimension_disables_batching(serve_files):
     )
 
 
+@pytest.mark.parametrize("dims", ["[ 1 ]", "[ 1, 1 ]"])
+async def test_scalars_can_be_configured_as_tensors_with_one_element(serve_files, dims):
+    model = graph([node("Neg", ["IN"], ["OUT"])], [("IN", T.FLOAT, [])], [("OUT", T.FLOAT, [])])
+    tensor = f"data_type: TYPE_FP32 dims: {dims}"
+    config = f'platform: "onnxruntime_onnx" input {{ name: "IN" {tensor} }} output {{ name: "OUT" {tensor} }}'
+    served = (await serve_files(config, {"model.onnx": model})).model("model")
+    value = np.full([1] * dims.count("1"), 3, np.float32)
+    outputs = await infer(served, IN=value)
+    np.testing.assert_array_equal(outputs["OUT"], -value, strict=True)
+    wrong = await serve_files(config.replace("1 ]", "2 ]"), {"model.onnx": model})
+    assert "the model expects 0 dimensions" in reason(wrong)
+
+
 async def test_requests_are_batched(serve_files):
     config = CONFIG + "max_batch_size: 16 dynamic_batching { max_queue_delay_microseconds: 50000 }"
     model = (await serve_files(config, LINEAR)).model("model")

@@ -126,7 +126,7 @@ VALUES = {
     "lora_cache_gpu_memory_fraction": ("0.05", "5"),
     "normalize_log_probs": ("true", "x"),
     "guided_decoding_backend": ("xgrammar", "outlines"),
-    "gpu_device_ids": ("0,1", "0;1"),
+    "gpu_device_ids": ("0,1;2,3", "0;gpu"),
     "participant_ids": ("0", "a"),
     "cancellation_check_period_ms": ("100", "x"),
     "recv_poll_period_ms": ("10", "x"),

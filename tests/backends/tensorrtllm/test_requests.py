@@ -452,7 +452,7 @@ async def test_stop_ends_all_rows_of_a_batch(serve_model, step_pace):
         "request_output_len": np.array([[490], [490]], np.int32),
     }
     begun = asyncio.Event()
-    served.backend.engine.on_stats(lambda stats: begun.set())
+    served.backend.engine.engines[0].on_stats(lambda stats: begun.set())
     running = asyncio.ensure_future(served.responses(inputs, id="7"))
     await begun.wait()
     stop = {name: array[:1] for name, array in inputs.items()} | {"stop": row(True, np.bool_)}

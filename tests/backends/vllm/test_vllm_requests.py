@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from neso.backends.vllm.conversion import parse_sampling_values, to_vllm_sampling
-from neso.backends.vllm.model_files import Adapters, ModelFiles, UnknownAdapter
+from neso.backends.vllm.model_files import Adapters, ModelFiles, Supervision, UnknownAdapter
 from neso.backends.vllm.tensors import EmbeddingRequest, TextRequest, read_request
 from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
 from neso.server.errors import InvalidArgument
@@ -245,6 +245,23 @@ def test_generation_config_path_is_resolved(tmp_path, name):
     (tmp_path / "model.json").write_text(json.dumps({"model": "m", "generation_config": name}))
     found = ModelFiles.read(tmp_path).arguments["generation_config"]
     assert found == (str(tmp_path / "defaults") if name == "defaults" else name)
+
+
+def test_supervision_options_are_no_engine_arguments(tmp_path):
+    given = {"model": "m", "max_restarts": 3, "restart_window": 60, "step_timeout": 5.5}
+    (tmp_path / "model.json").write_text(json.dumps(given))
+    files = ModelFiles.read(tmp_path)
+    assert files.arguments == {"model": "m"}
+    assert files.supervision == Supervision(3, 60, 5.5)
+
+
+@pytest.mark.parametrize(
+    "option", [{"max_restarts": 1.5}, {"restart_window": "60"}, {"step_timeout": True}, {"max_restarts": -1}]
+)
+def test_invalid_supervision_options_are_rejected(tmp_path, option):
+    (tmp_path / "model.json").write_text(json.dumps({"model": "m", **option}))
+    with pytest.raises(InvalidArgument, match=f"'{next(iter(option))}' must be"):
+        ModelFiles.read(tmp_path)
 
 
 def test_checkpoint_in_the_version_folder(tmp_path):

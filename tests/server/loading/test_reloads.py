@@ -12,6 +12,7 @@ from core_requests import collect, index_of, send_request, send_slow_request
 from eventually import until
 from repository_builder import CONSTANT, IDENTITY_TENSORS, RepositoryBuilder
 
+from neso.backends.python import thread_instances
 from neso.server.core import Core
 from neso.server.errors import ServerError
 from neso.server.inference_response import ResponseStream
@@ -128,7 +129,10 @@ async def test_instances_are_added_and_removed_under_load(repository, start_core
     assert set(names) <= {f"m_0_{index}" for index in range(4)}
 
 
-async def test_draining_instances_are_not_counted(repository, start_core, tmp_path):
+async def test_draining_instances_are_not_counted(repository, start_core, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        thread_instances, "END_TIMEOUT", 0.01
+    )  # a load waits no longer for the busy instances
     go = tmp_path / "go"
     code = f"""
     import pathlib, time

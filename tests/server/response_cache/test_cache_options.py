@@ -62,7 +62,10 @@ def test_valid_options(settings, byte_size, expected):
         (["redis,host=a,port=1,tls_enabled=maybe"], "expected true or false"),
         (["redis,host=a,port=1,cert=c.pem"], "both cert and key"),
         (["redis,host=a,port=1,pool_size=0"], "pool_size of the redis cache must be at least 1"),
-        (["local,size=1", "redis,host=a,port=1"], "there can be one cache, got local and redis"),
+        (
+            ["local,size=1", "redis,host=a,port=1"],
+            "multiple cache configurations, expected one, got local and redis",
+        ),
     ],
 )
 def test_invalid_options(settings, message):

@@ -211,6 +211,17 @@ async def test_unknown_priorities_use_the_default() -> None:
     assert instances.batches == [["running"], ["first", "none", "third"]]
 
 
+async def test_levels_without_requests_take_no_memory() -> None:
+    instances = Instances(f"priority_levels: {2**64 - 1} default_priority_level: {2**32}")
+    instances.submit("running")
+    await settle()
+    for name, priority in (("last", 2**64 - 1), ("default", 0), ("first", 1)):
+        instances.submit(name, priority=priority)
+    instances.finish()
+    await settle()
+    assert instances.batches == [["running"], ["first", "default", "last"]]
+
+
 async def test_a_full_queue_rejects_requests() -> None:
     instances = Instances("default_queue_policy { max_queue_size: 2 }")
     instances.submit("running")

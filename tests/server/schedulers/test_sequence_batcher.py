@@ -245,14 +245,49 @@ async def test_a_sequence_with_a_running_request_is_not_idle() -> None:
     assert await instances.play() == [(0, ["+1"]), (0, ["-1"])]
 
 
-async def test_cancelled_requests_are_skipped() -> None:
+async def test_a_cancelled_request_cancels_the_waiting_requests_of_its_sequence() -> None:
     instances = Instances(size=1)
     instances.submit("+1")
-    stream = instances.submit("1", "gone")
-    instances.submit("1", "stays")
+    await settle()
+    before, stream, after = (instances.submit("1") for _ in range(3))
     stream.cancel()
+    for cancelled in (before, stream, after):
+        assert isinstance(await error_of(cancelled), Cancelled)
+    assert "must specify the START flag" in (await error_of(instances.submit("1"))).message
+    instances.submit("±1", "next")
+    assert await instances.play() == [(0, ["+1"]), (0, ["next"])]
+
+
+async def test_a_cancelled_request_of_an_idle_sequence_frees_the_slot() -> None:
+    instances = Instances(size=1)
+    instances.submit("+1")
+    await instances.play()
+    instances.submit("1").cancel()
+    instances.submit("±2")
+    assert await instances.play() == [(0, ["+1"]), (0, ["±2"])]
+
+
+async def test_a_cancelled_request_does_not_cancel_other_sequences_with_its_id() -> None:
+    instances = Instances(size=1)
+    instances.submit("+1")
+    await settle()
+    instances.submit("-1")
+    stream, other = instances.submit("+1", "cancelled"), instances.submit("-1", "cancelled, too")
+    instances.submit("±1", "next")
+    other.cancel()
     assert isinstance(await error_of(stream), Cancelled)
-    assert await instances.play() == [(0, ["+1"]), (0, ["stays"])]
+    assert await instances.play() == [(0, ["+1"]), (0, ["-1"]), (0, ["next"])]
+
+
+async def test_the_timeout_of_a_cancelled_sequence_does_not_apply_to_the_next_one() -> None:
+    instances = Instances(size=1)
+    instances.submit("+1")
+    await settle()
+    instances.submit("±2", timeout_us=1000).cancel()
+    instances.submit("±2", "next")
+    await settle(0.01)
+    instances.submit("-1")
+    assert await instances.play() == [(0, ["+1"]), (0, ["-1"]), (0, ["next"])]
 
 
 async def test_a_cancelled_end_frees_the_slot() -> None:
@@ -269,9 +304,9 @@ async def test_a_cancelled_start_ends_the_sequence() -> None:
     instances = Instances(size=1)
     instances.submit("+1")
     await settle()
-    start, orphan = instances.submit("+2"), instances.submit("2")
+    start, second = instances.submit("+2"), instances.submit("2")
     start.cancel()
-    assert "must specify the START flag" in (await error_of(orphan)).message
+    assert isinstance(await error_of(second), Cancelled)
     assert "must specify the START flag" in (await error_of(instances.submit("2"))).message
     instances.submit("-1")
     instances.submit("±2", "again")

@@ -14,7 +14,7 @@ from neso.backends.python.local_server import LocalServer
 from neso.backends.python.model_instance import WorkItem
 from neso.backends.python.process.running_model import RunningModel
 from neso.backends.python.process.spawn import Interpreter, find_interpreter
-from neso.backends.python.thread_instances import END_TIMEOUT, InstancePool, Rescheduler
+from neso.backends.python.thread_instances import END_TIMEOUT, InstancePool, Rescheduler, specs_to_add
 from neso.backends.restarts import Restarts, restart_counter
 from neso.server.config.scheduling import InstanceSpec
 from neso.server.errors import ServerError, Unavailable
@@ -38,35 +38,85 @@ class ProcessInstancePool(InstancePool):
         reschedule: Rescheduler | None,
     ) -> None:
         self._description, self._settings = description, settings
-        shared: deque[WorkItem] = deque()
-        depth = PREFETCH_DEPTH if len(description.instances) == 1 else 1
-        self._instances = [
+        self._server, self._reschedule = server, reschedule
+        self._shared_queue: deque[WorkItem] = deque()
+        self._instances = self._make(description, description.instances)
+        self._ending: set[str] = set()
+        self._stopped = False
+        self._set_depth()
+
+    def _make(self, description: ModelDescription, specs: list[InstanceSpec]) -> list[ProcessInstance]:
+        return [
             ProcessInstance(
                 description,
                 spec,
-                settings,
-                server,
-                deque() if description.has_own_queue(spec) else shared,
-                depth,
+                self._settings,
+                self._server,
+                deque() if description.has_own_queue(spec) else self._shared_queue,
                 self._dispatch,
-                reschedule,
+                self._reschedule,
             )
-            for spec in description.instances
+            for spec in specs
         ]
-        self._stopped = False
+
+    def _set_depth(self) -> None:
+        for instance in self._instances:
+            instance.depth = PREFETCH_DEPTH if len(self._instances) == 1 else 1
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call the function directly, because all methods run on the core's event loop."""
         function(*arguments)
 
     async def start(self) -> None:
+        await self._start(self._instances)
+
+    async def _start(self, instances: list[ProcessInstance]) -> None:
         interpreter = await asyncio.to_thread(
             find_interpreter, self._settings.environment, self._description.directory
         )
-        starts = [instance.start(interpreter) for instance in self._instances]
+        starts = [instance.start(interpreter) for instance in instances]
         for result in await asyncio.gather(*starts, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
+
+    async def update(self, description: ModelDescription, growth: list[int]) -> bool:
+        """Change the instance counts. Waits for the work and the `finalize` of instances that are removed."""
+        used = {instance.name for instance in self._instances} | self._ending
+        specs = specs_to_add(description, growth, used)
+        if len(specs) != sum(max(count, 0) for count in growth):
+            return False  # the names of instances that are ending are needed
+        added = self._make(description, specs)
+        try:
+            await self._start(added)
+        except BaseException:
+            await asyncio.gather(*(instance.stop() for instance in added))
+            raise
+        self._description = description
+        removed = self._instances_to_remove(growth)
+        self._instances = [instance for instance in self._instances if instance not in removed] + added
+        self._set_depth()
+        self._dispatch()
+        await self._end_instances(removed)
+        return True
+
+    def _instances_to_remove(self, growth: list[int]) -> list[ProcessInstance]:
+        """Return the instances by which groups shrink. Instances that are not up go first, then the last ones."""
+        groups = list(dict.fromkeys(instance.group for instance in self._instances))
+        removed: list[ProcessInstance] = []
+        for name, count in zip(groups, growth, strict=True):
+            members = [instance for instance in reversed(self._instances) if instance.group == name]
+            members.sort(key=lambda instance: instance.state is State.UP)
+            removed += members[: max(-count, 0)]
+        return removed
+
+    async def _end_instances(self, instances: list[ProcessInstance]) -> None:
+        names = {instance.name for instance in instances}
+        self._ending |= names
+        try:
+            await asyncio.gather(*(instance.stop() for instance in instances))
+        finally:
+            self._ending -= names
+            self._dispatch()  # work that a killed process has not started
 
     def put(self, work: WorkItem, instance: int | None = None) -> None:
         takers = self._instances if instance is None else [self._instances[instance]]
@@ -137,7 +187,7 @@ class ProcessInstance:
 
     - changed: called when work can be dispatched or must be failed
     - queue: waiting work items; items that were not started when a process ended are requeued
-    - depth: maximum number of work items in the process
+    - depth: maximum number of work items in the process. A second item saves a round trip between executions
     - reason: why the instance is not up; "" if it never failed
     """
 
@@ -148,16 +198,15 @@ class ProcessInstance:
         settings: PythonSettings,
         server: LocalServer,
         queue: deque[WorkItem],
-        depth: int,
         changed: Callable[[], None],
         reschedule: Rescheduler | None,
     ) -> None:
-        self.name = spec.name
+        self.name, self.group = spec.name, spec.group.name
         self.has_own_queue = description.has_own_queue(spec)
         self.state = State.STARTING
         self.reason = ""
         self.queue = queue
-        self._depth = depth
+        self.depth = 1
         self._description, self._settings, self._server = description, settings, server
         self._args = description.args(spec)
         self._changed = changed
@@ -182,8 +231,11 @@ class ProcessInstance:
 
     def take(self) -> None:
         """Send queued work items to the process while it has free capacity."""
-        while self.queue and self.state is State.UP and self._running is not None and self._running.has_room:
-            self._running.execute(self.queue.popleft())
+        running = self._running
+        while (
+            self.queue and self.state is State.UP and running is not None and running.num_works < self.depth
+        ):
+            running.execute(self.queue.popleft())
 
     async def check_ready(self) -> bool:
         """Return the result of the model's `is_ready`; False if the process ends meanwhile."""
@@ -208,7 +260,7 @@ class ProcessInstance:
             self.state = State.DOWN
 
     async def _start(self, interpreter: Interpreter) -> RunningModel:
-        running = RunningModel(self.name, self._server, self._depth, self._work_done, self._reschedule)
+        running = RunningModel(self.name, self._server, self._work_done, self._reschedule)
         await running.start(interpreter, self._settings, self._description, self._args)
         self._running = running
         return running
@@ -220,9 +272,8 @@ class ProcessInstance:
             await running.kill()
             self._running = None
             if self._stopping:
-                self.queue.extend(
-                    running.fail_all(Unavailable(f"model '{self._description.name}' is unloaded"))
-                )
+                error = Unavailable(f"model '{self._description.name}' is unloaded")
+                self.queue.extendleft(reversed(running.fail_all(error)))
                 return
             self._restarts.record_failure()
             self._report_failure(

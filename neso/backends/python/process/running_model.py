@@ -56,16 +56,14 @@ class SentWork(NamedTuple):
 class RunningModel:
     """A process with an initialized model. Used on the core's event loop only.
 
-    The process contains up to `depth` work items and executes the first. A prefetched second item saves a round trip
-    between executions. `work_done` is called when an item is finished. `ended` is resolved with the exit reason when
-    the process has ended.
+    The process executes its work items in turn. `work_done` is called when an item is finished. `ended` is resolved
+    with the exit reason when the process has ended.
     """
 
     def __init__(
         self,
         name: str,
         server: LocalServer,
-        depth: int,
         work_done: Callable[[], None],
         reschedule: Rescheduler | None,
     ) -> None:
@@ -73,7 +71,7 @@ class RunningModel:
         self._loop = asyncio.get_running_loop()
         self._process = ModelProcess(self._received)
         self._request_handler = ServerRequestHandler(server, self._process, self._find_trace)
-        self._depth, self._on_work_done, self._reschedule = depth, work_done, reschedule
+        self._on_work_done, self._reschedule = work_done, reschedule
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._initialized: asyncio.Future[str | None] = self._loop.create_future()
         self._numbers = itertools.count()
@@ -117,12 +115,12 @@ class RunningModel:
             raise
 
     @property
-    def has_room(self) -> bool:
-        """Whether the process can accept another work item."""
-        return len(self._works) < self._depth
+    def num_works(self) -> int:
+        """Number of work items in the process."""
+        return len(self._works)
 
     def execute(self, work: WorkItem) -> None:
-        """Send a work item. Requires `has_room`."""
+        """Send a work item."""
         streams = {next(self._numbers): stream for stream in self._drop_cancelled(work)}
         if not streams:
             work.finish()

@@ -20,6 +20,8 @@ from neso.frontends.security import RequiredHeader
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from neso.server.core import Core
+
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID_HEADER = b"x-request-id"
@@ -53,13 +55,13 @@ def add_middleware(app: Starlette, options: AccessOptions) -> None:
     app.add_middleware(RequestIdMiddleware)
 
 
-def limit_rates(routes: list[Route], options: AccessOptions) -> list[Route]:
+def limit_rates(routes: list[Route], core: Core, options: AccessOptions) -> list[Route]:
     """Add rate limits to `routes` if a default quota or API keys are configured."""
     if not options.quota and options.keys is None:  # a key may have its own quota
         return routes
-    from neso.frontends.openai.access.rate_limits import RateLimitMiddleware
+    from neso.frontends.openai.access.rate_limits import RateLimitMiddleware, open_limiter
 
-    middleware = RateLimitMiddleware(options.quota)
+    middleware = RateLimitMiddleware(options.quota, open_limiter(core, options.quota))
     for route in routes:
         route.app = middleware.wrap(route.app)
     return routes

@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +19,10 @@ from neso.frontends.openai.errors import ApiError
 from neso.frontends.openai.routing import error_response
 from neso.frontends.openai_options import Quota
 from neso.generation import GenerationOutput, Usage
+from neso.server.processes.front_end_core import FrontEndCore
+
+if TYPE_CHECKING:
+    from neso.server.core import Core
 
 TOKENS_USED: ContextVar[Callable[[int], None] | None] = ContextVar("tokens_used", default=None)
 """Callback that counts tokens against the current request's rate limit; None if it has no limit."""
@@ -36,14 +42,24 @@ class RateLimiter:
     """Counts requests and tokens of clients over sliding windows of a minute, in process memory."""
 
     def __init__(self) -> None:
-        # Imported on demand: the import is slow, and most servers have no limits.
-        from limits import RateLimitItemPerMinute
+        self._pending: set[asyncio.Task[None]] = set()
+
+    def prepare(self) -> None:
+        """Import the library, which is slow: most servers have no limits, and no request should wait for it."""
+        assert self._windows
+
+    @cached_property
+    def _windows(self) -> Any:
         from limits.aio.storage import MemoryStorage
         from limits.aio.strategies import SlidingWindowCounterRateLimiter
 
-        self._per_minute = RateLimitItemPerMinute
-        self._windows = SlidingWindowCounterRateLimiter(MemoryStorage())
-        self._pending: set[asyncio.Task[None]] = set()
+        return SlidingWindowCounterRateLimiter(MemoryStorage())
+
+    @staticmethod
+    def _per_minute(amount: int) -> Any:
+        from limits import RateLimitItemPerMinute
+
+        return RateLimitItemPerMinute(amount)
 
     async def count_request(
         self, client: str, quota: Quota
@@ -82,6 +98,35 @@ class RateLimiter:
         return RateLimitStatus(unit, limit, stats.remaining, max(stats.reset_time - time.time(), 0.0))
 
 
+class MainProcessLimiter:
+    """The rate limiter of the main process, which counts for all server processes."""
+
+    def __init__(self, core: FrontEndCore) -> None:
+        self._core = core
+
+    async def count_request(
+        self, client: str, quota: Quota
+    ) -> tuple[list[RateLimitStatus], RateLimitStatus | None]:
+        """See `RateLimiter`."""
+        statuses, exceeded = await self._core.channel.call("count_request", client, quota)
+        return statuses, exceeded
+
+    def count_tokens(self, client: str, quota: Quota, tokens: int) -> None:
+        """See `RateLimiter`."""
+        self._core.channel.notify("count_tokens", client, quota, tokens)
+
+
+def open_limiter(core: Core, quota: Quota) -> RateLimiter | MainProcessLimiter:
+    """Return the rate limiter of a server. `quota`: the default quota."""
+    if isinstance(core, FrontEndCore):
+        return MainProcessLimiter(core)
+    limiter = RateLimiter()
+    if quota:
+        limiter.prepare()
+    core.operations |= {"count_request": limiter.count_request, "count_tokens": limiter.count_tokens}
+    return limiter
+
+
 class RateLimitMiddleware:
     """Rejects POST requests over the quota of the API key (without keys: of the client address) with status 429.
 
@@ -89,10 +134,9 @@ class RateLimitMiddleware:
     routes share the limits.
     """
 
-    def __init__(self, quota: Quota) -> None:
+    def __init__(self, quota: Quota, limiter: RateLimiter | MainProcessLimiter) -> None:
         self._quota = quota
-        # Created at startup if there is a default quota, so that no request waits for the import.
-        self._limiter = RateLimiter() if quota else None
+        self._limiter = limiter
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
         """Return `app` with rate limits."""
@@ -109,8 +153,6 @@ class RateLimitMiddleware:
             await app(scope, receive, send)
             return
         client = f"key {key.owner}" if key is not None else f"address {(scope.get('client') or ('',))[0]}"
-        if self._limiter is None:
-            self._limiter = RateLimiter()
         limiter = self._limiter
         statuses, exceeded = await limiter.count_request(client, quota)
         headers = list(_headers(statuses))

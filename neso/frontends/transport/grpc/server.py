@@ -30,9 +30,10 @@ from neso.frontends.transport.http2 import (
     ServerContext,
     StreamEvents,
 )
-from neso.frontends.transport.tcp import ConnectionLimits, tls_arguments
+from neso.frontends.transport.tcp import ConnectionLimits
+from neso.frontends.transport.tls import TlsListener, TlsOptions
 
-_TLS_HANDSHAKE_TIMEOUT, _TLS_SHUTDOWN_TIMEOUT = 20.0, 2.0  # seconds
+_TLS_SHUTDOWN_TIMEOUT = 2.0  # seconds
 _CANCEL_TIMEOUT = 5.0  # seconds for cancelled handlers to clean up
 _INFLATE_THREADS = 2  # large messages that are decompressed at the same time
 
@@ -81,7 +82,7 @@ class GrpcServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._executor = ThreadPoolExecutor(_INFLATE_THREADS, "grpc-inflate")
         self._context = ServerContext(self._start_call, options.http2, limits)
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server | TlsListener | None = None
 
     @property
     def port(self) -> int:
@@ -102,15 +103,22 @@ class GrpcServer:
     async def start(self) -> None:
         """Listen. Raises `OSError`."""
         options = self.options
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
+        if options.tls is not None:
+            listener = TlsListener(
+                lambda admission: Http2Connection(self._context, admission),
+                self._context.limits,
+                TlsOptions(options.tls, options.http2.handshake_timeout, _TLS_SHUTDOWN_TIMEOUT),
+            )
+            await listener.listen(options.host, options.port, options.backlog, options.reuse_port)
+            self._server = listener
+            return
+        self._server = await asyncio.get_running_loop().create_server(
             lambda: Http2Connection(self._context),
             options.host,
             options.port,
             backlog=options.backlog,
             reuse_address=True,
             reuse_port=options.reuse_port or None,
-            **tls_arguments(options.tls, _TLS_HANDSHAKE_TIMEOUT, _TLS_SHUTDOWN_TIMEOUT),
         )
 
     async def stop(self, grace: float) -> None:

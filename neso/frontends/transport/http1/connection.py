@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
+from neso.frontends.transport.http1.body_memory import BodyMemory
 from neso.frontends.transport.http1.messages import (
     JSON,
     HandlerResult,
@@ -20,7 +21,7 @@ from neso.frontends.transport.http1.messages import (
     response_head,
 )
 from neso.frontends.transport.http1.parser import BODY, HEAD, IDLE, Rejection, RequestParser
-from neso.frontends.transport.tcp import Admission, WriteProgress, enable_tcp_keepalive
+from neso.frontends.transport.tcp import LARGE_READ, Admission, WriteProgress, enable_tcp_keepalive
 
 if TYPE_CHECKING:
     from neso.frontends.transport.http1.server import ServerContext
@@ -29,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 _SMALL = 64 << 10  # bytes; smaller bodies are copied and sent together with the head
 _BODYLESS_STATUSES = (204, 304)
+_BACKLOG, _TURN, _MEMORY = 1, 2, 4
 _EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
 
+NO_MEMORY = Rejection(503, "the server has no memory for the request body, retry the request later")
 MIN_BODY_RATE = 64 << 10
 """Bytes per second at which a body must arrive on average, beyond `body_timeout`."""
 
@@ -45,10 +48,10 @@ class HttpConnection(asyncio.Protocol):
     model generates are not.
     """
 
-    def __init__(self, context: ServerContext) -> None:
+    def __init__(self, context: ServerContext, admission: Admission | None = None) -> None:
         self._context = context
         self._options = context.options
-        self._admission: Admission | None = None
+        self._admission = admission  # None before `connection_made`, unless the connection uses TLS
         self._parser = RequestParser(context.options)
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made
         # The current request and its response.
@@ -66,7 +69,8 @@ class HttpConnection(asyncio.Protocol):
         self._progress = WriteProgress(context.options.write_timeout)
         self._lingering = False
         self._closing = False
-        self._reading_paused = False
+        self._paused = 0  # why reading is paused: any of `_BACKLOG`, `_TURN` and `_MEMORY`
+        self._bodies: BodyMemory | None = None  # created for the first body that arrives in parts
         self._since = context.now  # time of the last progress, for the timeouts
         self._body_since = context.now  # when the last body began
         self.address = ""
@@ -77,7 +81,8 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
         self._transport.set_write_buffer_limits(high=self._options.write_buffer)
-        self._admission = self._context.limits.admit(transport)
+        if self._admission is None:
+            self._admission = self._context.limits.admit(transport)
         if self._admission is None:
             self._refuse()
             return
@@ -86,20 +91,25 @@ class HttpConnection(asyncio.Protocol):
         self._context.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
+        # Reading takes time, also that of data which a closed connection drops.
+        if len(data) >= LARGE_READ and self._context.turn.is_over():
+            self._pause_reading(_TURN)
+            self._context.loop.call_soon(self._resume_reading, _TURN)
         if self._closing:
             return
         parser = self._parser
-        before, num_bodies = parser.phase, parser.num_bodies
+        before, num_bodies, num_requests = parser.phase, parser.num_bodies, len(parser.requests)
         parser.feed(data)
+        if parser.phase is BODY or self._bodies is not None:
+            self._account_for_body(num_requests)
         if parser.num_bodies != num_bodies:
             self._body_since = self._context.now
         if parser.phase is not HEAD or before is not HEAD:
             self._since = self._context.now
         if self._request is None:
             self._process_requests()
-        if parser.requests and not self._reading_paused and self._has_backlog():
-            self._reading_paused = True
-            self._transport.pause_reading()
+        if parser.requests and self._has_backlog():
+            self._pause_reading(_BACKLOG)
 
     def eof_received(self) -> None:
         self._handle_disconnect()  # not in connection_lost, which waits until the write buffer is flushed
@@ -161,7 +171,7 @@ class HttpConnection(asyncio.Protocol):
             if waited > options.header_timeout:
                 self._reject(Rejection(408, "request timeout"))
         elif waited > options.body_timeout or self._body_is_slow(now):
-            self._reject(Rejection(408, "request timeout"))
+            self._reject(NO_MEMORY if self._paused & _MEMORY else Rejection(408, "request timeout"))
 
     def _body_is_slow(self, now: float) -> bool:
         """Whether a body arrives so slowly that its client may only want to hold the memory."""
@@ -296,12 +306,54 @@ class HttpConnection(asyncio.Protocol):
         self._in_process_requests = False
         if self._closing:
             return
-        if self._request is None and parser.expects_continue:
+        if self._request is None and parser.expects_continue and not self._paused & _MEMORY:
             parser.expects_continue = False
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self._reading_paused and not self._has_backlog():
-            self._reading_paused = False
+        if self._paused & _BACKLOG and not self._has_backlog():
+            self._resume_reading(_BACKLOG)
+
+    def _pause_reading(self, reason: int) -> None:
+        if not self._paused:
+            self._transport.pause_reading()
+        self._paused |= reason
+
+    def _resume_reading(self, reason: int) -> None:
+        before, self._paused = self._paused, self._paused & ~reason
+        if before and not self._paused and not self._transport.is_closing():
             self._transport.resume_reading()
+
+    def _account_for_body(self, num_requests: int) -> None:
+        """Account for the body of the current request; reading waits until the server has memory for it.
+
+        `num_requests`: number of the pending requests before the last bytes were received.
+        """
+        parser, bodies = self._parser, self._bodies
+        if bodies is None:
+            bodies = self._bodies = BodyMemory(self._context.limits.body_memory, self._on_memory)
+        if len(parser.requests) > num_requests:
+            parser.requests[num_requests].held = bodies.complete()
+            self._resume_reading(_MEMORY)
+        if parser.rejection is not None:
+            bodies.clear()
+        elif parser.phase is BODY:
+            if not bodies.receive(parser.body_size, parser.body_length):
+                parser.reject(NO_MEMORY)
+                bodies.clear()
+            elif bodies.waiting:
+                self._pause_reading(_MEMORY)
+
+    def _on_memory(self) -> None:
+        """Continue to read a body, for which there is memory now."""
+        self._since = self._body_since = self._context.now
+        self._resume_reading(_MEMORY)
+        if self._request is None:
+            self._process_requests()
+
+    def _release(self, request: Request) -> None:
+        """Release the memory of a request's body."""
+        held, request.held = request.held, 0
+        if held and self._bodies is not None:
+            self._bodies.release(held)
 
     def _is_stalled(self, now: float) -> bool:
         return self._progress.stalled(now, self._transport.get_write_buffer_size())
@@ -366,6 +418,8 @@ class HttpConnection(asyncio.Protocol):
     def _done(self, request: Request) -> None:
         """Complete the response. The task may continue, for example background work of an ASGI application."""
         self._request = self._task = self._pending = None
+        if request.held:
+            self._release(request)
         if self._streaming is not None:
             self._streaming = None
             self._chunked = self._bodyless = False
@@ -411,6 +465,9 @@ class HttpConnection(asyncio.Protocol):
         """
         self._closing = self._lingering = True
         self._since = self._context.now
+        if self._bodies is not None:
+            self._bodies.clear()
+            self._resume_reading(_MEMORY)
         self._write_rejection(rejection)
         if self._transport.can_write_eof():
             self._transport.write_eof()
@@ -433,6 +490,12 @@ class HttpConnection(asyncio.Protocol):
     def _handle_disconnect(self) -> None:
         """Cancel the handler of the current request."""
         task, pending = self._task, self._pending
+        if self._bodies is not None:
+            for request in (self._request, *self._parser.requests):
+                if request is not None:
+                    self._release(request)
+            self._bodies.clear()
+            self._bodies = None
         self._request = self._task = self._pending = self._streaming = None
         self._parser.requests.clear()
         self._closing = True

@@ -24,13 +24,14 @@ class Request:
 
     `headers`: by lower-case name; repeated headers are joined by commas. `params`: path variables set by the router,
     percent-decoded. `received_ns`: monotonic time of the first byte, 0 if not measured. `trace`: set and used by
-    handlers.
+    handlers. `held`: bytes of the memory for bodies that the connection releases after the response.
     """
 
     __slots__ = (
         "body",
         "connection",
         "headers",
+        "held",
         "http_version",
         "keep_alive",
         "method",
@@ -62,6 +63,7 @@ class Request:
         self.keep_alive = keep_alive
         self.params: dict[str, str] = {}
         self.received_ns = 0
+        self.held = 0
         self.trace: Any = None
 
     @property

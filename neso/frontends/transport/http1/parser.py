@@ -78,6 +78,8 @@ class RequestParser:
         self._body: list[bytes | bytearray] = []
         self.body_size = 0
         """Bytes of the current body, or of the last one, that have arrived."""
+        self.body_length: int | None = None
+        """Content-Length of the current body, or of the last one; None if the request has none."""
         self.num_bodies = 0
         """Number of requests whose body has begun."""
         self._version = "1.1"
@@ -120,9 +122,13 @@ class RequestParser:
         self._body.clear()
         self._parser = None  # refers to this object
 
-    def _reject(self, status: int, message: str) -> None:
-        self.rejection = Rejection(status, message, self._target, self._headers)
+    def reject(self, rejection: Rejection) -> None:
+        """Reject the current request."""
+        self.rejection = rejection
         self._body.clear()
+
+    def _reject(self, status: int, message: str) -> None:
+        self.reject(Rejection(status, message, self._target, self._headers))
 
     def _stop(self, status: int, message: str) -> NoReturn:
         """Reject from within a callback; the exception stops the C parser."""
@@ -156,6 +162,7 @@ class RequestParser:
         self._target = part
         self._headers = {}
         self.body_size = 0
+        self.body_length = None
         self._upgrade = False
 
     def on_header(self, name: bytes, value: bytes | None) -> None:
@@ -196,6 +203,7 @@ class RequestParser:
             length = int(headers[b"content-length"])
             if length > self._max_body:
                 self._stop(413, f"request body of {length} bytes exceeds the limit of {self._max_body}")
+            self.body_length = length
         if b"expect" in headers and self._version == "1.1":
             if headers[b"expect"].lower() != b"100-continue":
                 self._stop(417, "unknown expectation")

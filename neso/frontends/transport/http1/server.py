@@ -15,7 +15,11 @@ from email.utils import formatdate
 from neso.frontends.transport.http1.connection import HttpConnection
 from neso.frontends.transport.http1.messages import Handler, error_body, response_head
 from neso.frontends.transport.http1.parser import Rejection
-from neso.frontends.transport.tcp import ConnectionLimits, tls_arguments
+from neso.frontends.transport.tcp import ConnectionLimits, Turn
+from neso.frontends.transport.tls import TlsListener, TlsOptions
+
+TURN = 0.005
+"""Seconds in which the connections of a server read data before the event loop serves others."""
 
 
 def _json_error(rejection: Rejection) -> tuple[int, bytes]:
@@ -79,6 +83,7 @@ class ServerContext:
         self.connections: set[HttpConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.draining = False
+        self.turn = Turn(loop, TURN)
         self.idle = asyncio.Event()  # set when the last connection closes while draining
         self._second = 0
         self._heads: dict[tuple[int, str | None], bytes] = {}
@@ -115,7 +120,7 @@ class HttpServer:
         self._handler = handler
         self.options = options
         self._limits = limits or ConnectionLimits()
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server | TlsListener | None = None
         self._context: ServerContext | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -137,19 +142,30 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         context = ServerContext(self._handler, self.options, self._limits, loop)
         try:
-            self._server = await loop.create_server(
-                lambda: HttpConnection(context),
-                self.options.host,
-                self.options.port,
-                backlog=self.options.backlog,
-                reuse_address=True,
-                reuse_port=self.options.reuse_port,
-                **tls_arguments(self.options.tls, self.options.header_timeout, self.options.linger),
-            )
+            self._server = await self._listen(context)
         except (OSError, OverflowError) as error:
             raise BindError(self._bind_message(error)) from error
         self._context = context
         self._tick()
+
+    async def _listen(self, context: ServerContext) -> asyncio.Server | TlsListener:
+        options = self.options
+        if options.tls is not None:
+            listener = TlsListener(
+                lambda admission: HttpConnection(context, admission),
+                self._limits,
+                TlsOptions(options.tls, options.header_timeout, options.linger),
+            )
+            await listener.listen(options.host, options.port, options.backlog, options.reuse_port)
+            return listener
+        return await context.loop.create_server(
+            lambda: HttpConnection(context),
+            options.host,
+            options.port,
+            backlog=options.backlog,
+            reuse_address=True,
+            reuse_port=options.reuse_port,
+        )
 
     async def stop(self, grace: float = 30.0) -> None:
         """Stop accepting requests, wait up to `grace` seconds for requests in flight, then abort the rest."""

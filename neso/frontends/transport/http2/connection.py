@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from neso.frontends.transport.http2 import frames
-from neso.frontends.transport.http2.flow_control import FrameWriter, MemoryAccount
+from neso.frontends.transport.http2.flow_control import FrameWriter
 from neso.frontends.transport.http2.frame_handler import FrameHandler
 from neso.frontends.transport.http2.frames import (
     DEFAULT_WINDOW,
@@ -21,7 +20,14 @@ from neso.frontends.transport.http2.headers import Headers
 from neso.frontends.transport.http2.lifetime import GracefulGoAway, Keepalive
 from neso.frontends.transport.http2.settings import Http2Options, PeerSettings
 from neso.frontends.transport.http2.stream import Application, Http2Stream
-from neso.frontends.transport.tcp import Admission, ConnectionLimits, enable_tcp_keepalive
+from neso.frontends.transport.memory import MemoryAccount
+from neso.frontends.transport.tcp import (
+    LARGE_READ,
+    Admission,
+    ConnectionLimits,
+    Turn,
+    enable_tcp_keepalive,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,18 +56,15 @@ class ServerContext:
         self.memory = MemoryAccount(options.max_server_memory)
         self.connections: set[Http2Connection] = set()
         self.draining = False
-        # The connections share a turn of the event loop, identified by the loop's time, which is constant in uvloop.
-        self._turn = 0.0
-        self._turn_ends = 0.0
+        self._turn: Turn | None = None  # created by the first connection: the loop runs then
         self.on_empty: Callable[[], None] = lambda: None
 
-    def turn_ends(self, loop: asyncio.AbstractEventLoop) -> float:
-        """Return the time at which the connections must let others run."""
-        turn = loop.time()
-        if turn != self._turn:
-            self._turn = turn
-            self._turn_ends = time.monotonic() + self.options.turn
-        return self._turn_ends
+    @property
+    def turn(self) -> Turn:
+        """The turn that the connections share."""
+        if self._turn is None:
+            self._turn = Turn(asyncio.get_running_loop(), self.options.turn)
+        return self._turn
 
 
 class Http2Connection(asyncio.Protocol):
@@ -72,8 +75,9 @@ class Http2Connection(asyncio.Protocol):
     keepalive: Keepalive
     graceful_goaway: GracefulGoAway
     _loop: asyncio.AbstractEventLoop
+    _turn: Turn
 
-    def __init__(self, context: ServerContext) -> None:
+    def __init__(self, context: ServerContext, admission: Admission | None = None) -> None:
         self._context = context
         self.options = context.options
         self.memory = MemoryAccount(self.options.max_connection_memory, context.memory)
@@ -88,7 +92,7 @@ class Http2Connection(asyncio.Protocol):
         self._handler = FrameHandler(self)
         self.ignore = self._handler.ignore
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made
-        self._admission: Admission | None = None
+        self._admission = admission  # None before `connection_made`, unless the connection uses TLS
         self._refuse_streams = False
         self._closed = False
         # Frames that did not fit in one turn of the event loop. Reading is paused while there are any.
@@ -104,13 +108,15 @@ class Http2Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
         self._loop = asyncio.get_running_loop()
+        self._turn = self._context.turn
         options = self.options
         self._transport.set_write_buffer_limits(high=options.write_buffer)
         enable_tcp_keepalive(transport)
         self.writer = FrameWriter(self._transport, options.write_timeout, self.abort)
         self.keepalive = Keepalive(self, options)
         self.graceful_goaway = GracefulGoAway(self.writer, self._send_final_goaway)
-        self._admission = self._context.limits.admit(transport)
+        if self._admission is None:
+            self._admission = self._context.limits.admit(transport)
         if self._admission is None:
             logger.debug("too many connections: closing that of %s", self.peer)
             self.abort()
@@ -121,18 +127,20 @@ class Http2Connection(asyncio.Protocol):
             self._close()
 
     def data_received(self, data: bytes) -> None:
-        if self._closed:
-            return
-        if self._unhandled is None:
-            self._handle_frames(self._handler.parse(data))
-        else:
+        if self._unhandled is not None:
             self._received.append(data)
+            return
+        if not self._closed:
+            self._handle_frames(self._handler.parse(data))
+        # Reading takes time, also that of data which a closed connection drops.
+        if len(data) >= LARGE_READ and self._unhandled is None and self._turn.is_over():
+            self._continue_later(iter(()))
 
     def _handle_frames(self, received: ReceivedFrames) -> None:
         """Handle frames for one turn of the event loop; the rest is handled in the next turns."""
         self.writer.cork()
         handle = self._handler.handle
-        end = self._context.turn_ends(self._loop)
+        turn = self._turn
         count = 0
         try:
             for frame in received:
@@ -140,7 +148,7 @@ class Http2Connection(asyncio.Protocol):
                 if self._closed:
                     return
                 count += 1
-                if (not count & 7 or len(frame[3]) > _COSTLY) and time.monotonic() >= end:
+                if (not count & 7 or len(frame[3]) > _COSTLY) and turn.is_over():
                     self._continue_later(received)
                     break
         except PrefaceError as error:
@@ -167,12 +175,11 @@ class Http2Connection(asyncio.Protocol):
 
     def _continue(self) -> None:
         rest, self._unhandled = self._unhandled, None
-        if rest is None or self._closed:
-            return
-        self._handle_frames(rest)
+        if rest is not None and not self._closed:
+            self._handle_frames(rest)
         while self._unhandled is None and self._received and not self._closed:
             self._handle_frames(self._handler.parse(self._received.pop(0)))
-        if self._unhandled is None and not self._closed:
+        if self._unhandled is None and not self._transport.is_closing():
             self._reading_paused = False
             self._transport.resume_reading()
 

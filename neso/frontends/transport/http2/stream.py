@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from neso.frontends.transport.http2.flow_control import ReceiveWindow, Reservation
+from neso.frontends.transport.http2.flow_control import ReceiveWindow
 from neso.frontends.transport.http2.frames import (
     DATA,
     END_STREAM,
@@ -19,6 +19,7 @@ from neso.frontends.transport.http2.frames import (
     window_update,
 )
 from neso.frontends.transport.http2.headers import Headers
+from neso.frontends.transport.memory import Reservation
 from neso.frontends.transport.tcp import WriteProgress
 
 if TYPE_CHECKING:

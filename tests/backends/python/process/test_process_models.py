@@ -15,7 +15,7 @@ from eventually import until
 from repository_builder import IDENTITY_TENSORS, RepositoryBuilder
 
 from neso.server.core import Core
-from neso.server.options import ServerOptions
+from neso.server.options import ModelControlMode, ServerOptions
 
 HEAD = """
 import logging, multiprocessing, os, signal, subprocess, sys, threading, time
@@ -237,3 +237,64 @@ async def test_libraries_find_the_files_of_the_model(start) -> None:
     (response,) = await asyncio.wait_for(collect(send_request(model, IN=np.ones(1, np.float32))), 60)
     assert response.error is None, response.error
     assert response.output("OUT").array.tolist() == [1, 1]
+
+
+async def test_instances_are_added_and_removed_without_a_reload(tmp_path):
+    log = tmp_path / "log"
+    code = f"""
+    name = None
+    def note(self, sign):
+        with open({str(log)!r}, "a") as file:
+            file.write(sign + self.name + "\\n")
+    def initialize(self, args):
+        self.name = args["model_instance_name"]
+        self.note("+")
+    def execute(self, requests):
+        time.sleep(0.002)
+        return answer(os.getpid())
+    def finalize(self):
+        self.note("-")
+    """
+
+    def groups(first: int, second: int) -> str:
+        group = "instance_group {{ name: '{}' kind: KIND_CPU count: {} }}"
+        return IDENTITY_TENSORS + group.format("a", first) + group.format("b", second)
+
+    def instances() -> set[str]:
+        lines = log.read_text().split()
+        return {line[1:] for line in lines if lines.count("+" + line[1:]) > lines.count("-" + line[1:])}
+
+    repository = RepositoryBuilder(tmp_path / "models")
+    repository.add("model", HEAD + code, groups(1, 1))
+    backend_config = {"python": {"execution-mode": "process"}}
+    core = Core(
+        ServerOptions(
+            (repository.path,),
+            model_control_mode=ModelControlMode.EXPLICIT,
+            startup_models=("model",),
+            backend_config=backend_config,
+        )
+    )
+    await core.start()
+    try:
+        model, stop, answers = core.model("model"), asyncio.Event(), set()
+
+        async def send() -> None:
+            while not stop.is_set():
+                (response,) = await collect(send_request(model, IN=np.zeros(1, np.float32)))
+                assert response.error is None, response.error
+                answers.add(float(response.output("OUT").array[0]))
+
+        senders = [asyncio.ensure_future(send()) for _ in range(8)]
+        for first, second in ((2, 1), (1, 2)):
+            repository.configure("model", groups(first, second))
+            await core.load_model("model")
+            assert core.model("model") is model
+            names = {f"a_{index}" for index in range(first)} | {f"b_{index}" for index in range(second)}
+            assert instances() == names
+        stop.set()
+        await asyncio.gather(*senders)
+        assert len(answers) > 1
+    finally:
+        await core.stop()
+    assert instances() == set()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neso import _wire
 from neso._wire import parse_plain_infer
 from neso.frontends.kserve import http_codec
 from neso.frontends.transport.http1 import Request
@@ -199,3 +200,24 @@ def test_inputs_are_writable() -> None:
     request = Request("POST", b"/", b"", {}, orjson.dumps(body))
     inference, _ = http_codec.read_infer_request(request, Model(), "", SharedMemory(False))  # type: ignore[arg-type]
     assert inference.inputs["A"].array.flags.writeable
+
+
+def test_json_is_counted_outside_strings() -> None:
+    assert _wire.count_json(rb'{"a\"[,": [1, "\\", {}], "b": []}', 100) == (8, 3, 4)
+    assert _wire.count_json(b'"never ends [,\\', 100) == (1, 1, 0)
+    assert _wire.count_json(b"[1," * 1000, 10)[0] == 11  # stops
+    assert _wire.count_json(b"", 10) == (1, 0, 0)
+    large = b'["' + b"," * 100_000 + b'", 1]'  # counted without the interpreter lock
+    assert _wire.count_json(memoryview(large), 10) == (3, 1, 1)
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "FP64"])
+def test_plain_floats_may_be_infinite_or_nan(datatype: str) -> None:
+    text = b'{"inputs":[{"name":"A","datatype":"%b","shape":[5],"data":[NaN, Infinity,-Infinity,-1,1]}]}'
+    plain = _wire.parse_plain_infer(text % datatype.encode())
+    assert plain is not None
+    values = np.frombuffer(plain[1][0][3], {"FP32": np.float32, "FP64": np.float64}[datatype])
+    np.testing.assert_array_equal(values, [np.nan, np.inf, -np.inf, -1, 1])
+    for wrong in (b"Na", b"-NaN", b"Inf", b"nan", b"+Infinity", b"NaNa"):
+        assert _wire.parse_plain_infer(text.replace(b"NaN", wrong) % datatype.encode()) is None
+    assert _wire.parse_plain_infer(text % b"INT32") is None

@@ -15,7 +15,8 @@ import tritonclient.http as triton
 from eventually import until
 from kserve_backends import Wait
 
-from neso.frontends.kserve import http_codec, http_infer, http_json
+from neso.frontends.frontend_options import HttpOptions
+from neso.frontends.kserve import http_codec, http_infer
 from neso.frontends.kserve.http_codec import read_infer_request
 from neso.frontends.kserve.http_frontend import KServeHttp
 from neso.server.tensor import DataType
@@ -380,17 +381,34 @@ async def test_large_json_is_parsed_in_a_thread(client, monkeypatch) -> None:
     assert threads[0] is threading.main_thread() is not threads[1]
 
 
-async def test_numbers_of_members_and_arrays_are_limited(client, monkeypatch) -> None:
+async def test_number_of_members_is_limited(client) -> None:
     many = {f"p{number}": 1 for number in range(http_codec.MAX_MEMBERS + 1)}
     body = {"inputs": [tensor("BOOL", [True])]}
     reply = await client.post("/v2/models/identity/infer", {**body, "parameters": many})
     assert (reply.status, reply.error) == (400, "'parameters' has 10001 members, at most 10000 are supported")
-    monkeypatch.setattr(http_json, "MAX_CONTAINERS", 20)
-    for brackets, status in ((8, 200), (40, 400)):
-        lists = {"inputs": [tensor("INT32", [[1]] * brackets, [brackets]), tensor("BYTES", ["[{\\"])]}
-        reply = await client.post("/v2/models/identity/infer", lists)
-        assert reply.status == status, reply.body
-    assert "more than 20 arrays and objects" in reply.error
+
+
+async def test_number_of_json_values_is_limited(core, connect) -> None:
+    front = KServeHttp(core, HttpOptions("127.0.0.1", 0, max_json_values=40))
+    await front.start()
+    client = connect(front.port)
+    try:
+        for count, status in ((8, 200), (100, 400)):
+            lists = {"inputs": [tensor("INT32", [[1]] * count, [count]), tensor("BYTES", ["[{,\\"])]}
+            reply = await client.post("/v2/models/identity/infer", lists)
+            assert reply.status == status, reply.body
+        assert "more than 40 values" in reply.error
+        numbers = {"inputs": [tensor("FP32", [float("nan")] * 100)]}  # without limit: read in native code
+        assert (await client.post("/v2/models/identity/infer", json.dumps(numbers).encode())).status == 200
+    finally:
+        await front.stop(1.0)
+
+
+async def test_number_of_values_of_other_bodies_is_limited(client) -> None:
+    body = b'{"x":[' + b"1," * 100_001 + b"1]}"
+    for path in ("/v2/logging", "/v2/models/identity/generate", "/v2/repository/models/identity/load"):
+        reply = await client.post(path, body)
+        assert (reply.status, "more than 100000 values" in reply.error) == (400, True), path
 
 
 async def test_lists_of_the_maximum_depth(client) -> None:

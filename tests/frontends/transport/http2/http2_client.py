@@ -88,6 +88,9 @@ class FakeTransport(asyncio.Transport):
         if full:
             self.protocol.resume_writing()
 
+    def is_closing(self) -> bool:
+        return self.closed or self.aborted
+
     def close(self) -> None:
         self.closed = True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import weakref
 
@@ -14,8 +13,9 @@ from eventually import until
 from http2_client import HEAD, POST, REQUEST, TRAILERS, frame
 
 from neso.frontends.transport.http2 import ErrorCode, encode_headers, frames
-from neso.frontends.transport.http2.flow_control import MemoryAccount
 from neso.frontends.transport.http2.frames import MAX_WINDOW, frame_header, window_update
+from neso.frontends.transport.memory import MemoryAccount
+from neso.frontends.transport.tcp import Turn
 
 Code = h2.settings.SettingCodes
 pytestmark = pytest.mark.usefixtures("virtual_time")
@@ -425,7 +425,7 @@ async def test_settings_cost_depends_on_the_open_streams(client):
 
 async def test_work_is_split_into_turns(make):
     client = make().greet()
-    client.context.options = dataclasses.replace(client.context.options, turn=0.0)
+    client.server._turn = Turn(asyncio.get_running_loop(), 0.0)
     client.server.data_received(b"".join(frame(frames.HEADERS, 5, n, POST) for n in range(1, 21, 2)))
     assert len(client.echo.of("begin")) == 8  # then the time is checked
     assert not client.transport.reading
