@@ -24,7 +24,7 @@ import asyncio, json, sys
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.engine.parallel import rank_process
-from neso.engine.parallel.launcher import launched_rank
+from neso.engine.parallel.launched_rank import launched_rank
 from neso.generation import GenerationRequest, SamplingParams
 
 async def main():
@@ -37,7 +37,7 @@ async def main():
     await engine.stop()
     open({result!r}, "w").write(json.dumps(tokens))
 
-if launched_rank()[0]:
+if launched_rank().rank:
     sys.exit(rank_process.main({address!r}))
 asyncio.run(main())
 """
