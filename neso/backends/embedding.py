@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,11 +52,13 @@ class EmbeddingBackend(EngineBackend):
     async def _pool_texts(self, stream: ResponseStream) -> None:
         request = stream.request
         stream.timeline.compute_start = time.monotonic_ns()
+        lists = [request.inputs[name] for name in ("text_input", "text_pair") if name in request.inputs]
+        stream.count_sequences(max(math.prod(tensor.shape) for tensor in lists))
         texts = request.inputs["text_input"].strings()
         if not texts:
             raise InvalidParameter("text_input", "is empty")
         if "text_pair" in request.inputs:
-            tensors = await self._scores(request, texts)
+            tensors = await self._scores(stream, texts)
         elif "probabilities" in request.requested_outputs:
             pooled = await self._pool_all(request, texts, PoolingParams(task="classify"))
             tensors = [_matrix("probabilities", pooled), _counts(pooled)]
@@ -65,8 +68,10 @@ class EmbeddingBackend(EngineBackend):
         model, version = self.context.name, self.context.version
         stream.send(InferenceResponse(model, version, outputs=tensors), final=True)
 
-    async def _scores(self, request: InferenceRequest, texts: list[str]) -> list[Tensor]:
+    async def _scores(self, stream: ResponseStream, texts: list[str]) -> list[Tensor]:
+        request = stream.request
         scoring = Scoring.of(self.pooling, texts, request.inputs["text_pair"].strings())
+        stream.count_sequences(len(scoring.prompts))
         pooled = await self._pool_all(request, scoring.prompts, scoring.params)
         return [Tensor("score", DataType.FP32, scoring.scores(pooled))]
 

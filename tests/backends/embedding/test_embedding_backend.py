@@ -12,6 +12,7 @@ import pytest
 import neso.server.core
 from neso.engine.client.llm import LLM
 from neso.generation import PoolingParams
+from neso.server.admission import AdmissionLimits
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.options import ModelControlMode, ServerOptions
@@ -111,6 +112,21 @@ async def test_errors_are_reported(core):
     assert "no classifier" in response.error.message
     response = await infer(core, "classes", text_input=["x"], text_pair=["y"])
     assert "3 outputs" in response.error.message
+
+
+@pytest.mark.parametrize("pairs", [0, 1, 3])
+async def test_texts_count_as_sequences(core, pairs: int):
+    core.admission.limits = AdmissionLimits(request_sequences=2)
+    texts = {"text_input": ["x"] * (1 if pairs else 3)} | ({"text_pair": ["y"] * pairs} if pairs else {})
+    tensors = {name: Tensor.from_strings(name, value) for name, value in texts.items()}
+    request = InferenceRequest("bert", tensors, client="client")
+    (response,) = [r async for r in core.model("bert").submit(request)]
+    if pairs == 1:  # two texts to embed
+        assert response.error is None
+    else:
+        assert isinstance(response.error, InvalidArgument)
+        assert "3 sequences, at most 2 are allowed" in response.error.message
+    assert not core.admission.sequences
 
 
 async def test_text_and_pooling_interfaces(core):
