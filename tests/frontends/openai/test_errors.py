@@ -15,7 +15,7 @@ from scripted_model import ScriptedBackend, ScriptedModel
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from neso.engine.errors import EngineDead
-from neso.frontends.openai import OpenAIOptions, check_model_config, create_app
+from neso.frontends.openai import OpenAIOptions, check_model_config, create_app, routing
 from neso.frontends.openai.completions import CompletionRequest
 from neso.frontends.openai.errors import ApiError
 from neso.frontends.openai.routing import parse_body
@@ -315,3 +315,30 @@ def test_only_the_first_invalid_item_of_a_list_is_reported() -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate_json(body)
     assert caught.value.error_count() < 10
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m","prompt":[1,2.0,"3"],"seed":1e400}',
+        b'{"model":"m","prompt":["1","2"],"logit_bias":{"5":1},"temperature":"0.5","stream":"true"}',
+        b'{"model":"m","prompt":[[1,2],[3]],"seed":12345678901234567890123,"x":NaN}',
+        b'{"model":"m","prompt":"a","n":"many","stop":[1]}',
+        b'{"model":"m","prompt":"\\ud800"}',
+        b'{"model":"m","prompt":"a","prompt":"b"} x',
+        b'{"model":"m",',
+        b"[1]",
+        b"null",
+        b'{"model":"\xff"}',
+    ],
+)
+def test_large_bodies_are_validated_like_small_ones(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def result() -> object:
+        try:
+            return parse_body(body, CompletionRequest).model_dump()
+        except ApiError as error:
+            return error.message
+
+    small = result()
+    monkeypatch.setattr(routing, "LARGE_JSON", 0)
+    assert repr(result()) == repr(small)  # NaN is not equal to NaN
