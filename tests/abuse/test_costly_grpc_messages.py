@@ -14,6 +14,8 @@ from raw_http2 import INFER, RawHttp2, body, request
 
 from neso.frontends.transport.http2.frames import HEADERS
 
+pytestmark = pytest.mark.alone
+
 LARGE = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"

@@ -27,6 +27,8 @@ from neso.frontends.transport.http2.frames import (
     ErrorCode,
 )
 
+pytestmark = pytest.mark.alone
+
 CALM = ErrorCode.ENHANCE_YOUR_CALM
 CANCEL = ErrorCode.CANCEL.to_bytes(4, "big")
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"

@@ -14,6 +14,8 @@ import orjson
 import pytest
 from attack import AttackedServer, write_python_model
 
+pytestmark = pytest.mark.alone
+
 SLOW = """
 import time
 import triton_python_backend_utils as pb_utils

@@ -16,6 +16,8 @@ from attack import AttackedServer, write_python_model
 from eventually import wait_until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+pytestmark = pytest.mark.alone
+
 MIB = 1 << 20
 WRITE_TIMEOUT = 3.0
 PENDING = "nv_inference_pending_request_count"

@@ -17,6 +17,7 @@ SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(240)
 def test_soak_loses_and_leaks_nothing():
     command = [sys.executable, str(SOAK), "--minutes", "0.35", "--kill-secs", "6"]

@@ -78,9 +78,7 @@ class Job:
     def wait_until_ready(self, restarts: int = 0) -> None:
         def ready() -> bool:
             state = self.cluster.state(self.number)
-            assert state in ("PENDING", "CONFIGURING", "RUNNING"), (
-                f"{state}\n{self.text}"
-            )
+            assert state in ("PENDING", "CONFIGURING", "RUNNING"), f"{state}\n{self.text}"
             return self.text.count("Neso is ready") > restarts and self.answer() is not None
 
         try:
