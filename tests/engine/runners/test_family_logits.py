@@ -77,16 +77,52 @@ def test_every_instruction_set(
     assert relative_error(found, expected) < (1e-4 if dtype == "float32" else 0.1)
 
 
+# With all experts chosen, the logits are a continuous function of the weights.
+ALL_EXPERTS = {"mixtral": {"num_experts_per_tok": 4}, "qwen2_moe": {"num_experts_per_tok": 6}}
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int8_dynamic"])
 @pytest.mark.parametrize("name", ["gemma3", "phi3", "gpt2", "mixtral", "qwen2_moe"])
-def test_quantization_while_loading(checkpoint_factory: Factory, name: str, quantization: Any) -> None:
-    """The error is far below the signal; int4 is limited by the random weights."""
+def test_quantization_while_loading(
+    checkpoint_factory: Factory, monkeypatch: pytest.MonkeyPatch, name: str, quantization: Any
+) -> None:
+    """The error is limited by the weights' precision and is alike for all instruction sets.
+
+    Measured over three seeds, with kernels in float32 and in bfloat16: at most 0.024 with int8, 0.032 with
+    int8_dynamic and 0.336 with int4.
+    """
+    arch, overrides = MODELS[name]
+    overrides = {**overrides, **ALL_EXPERTS.get(name, {}), "initializer_range": 0.1}
+    directory = checkpoint_factory(arch, **overrides)
+    tokens = random_tokens(45)
+    expected = oracle_logits(oracle(directory), tokens)
+    for isa in _native.supported_isas():
+        monkeypatch.setenv("NESO_ISA", isa)
+        found = logits(load(directory, "native", quantization=quantization), tokens, [30, 1, 14])
+        bound = {"int8": 0.03, "int4": 0.35, "int8_dynamic": 0.04}[quantization]
+        assert relative_error(found, expected) < bound, isa
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int8_dynamic"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_quantized_experts_with_a_choice(
+    checkpoint_factory: Factory, monkeypatch: pytest.MonkeyPatch, name: str, quantization: Any
+) -> None:
+    """The median over the tokens is bounded, not their sum, because the choice of experts is not continuous.
+
+    In this Mixtral, the scores of two experts for token 6 differ by 0.002, and quantized weights change scores by
+    0.004. The quantized weights choose the other expert, in float64 too, which changes the token's logits by 30 %.
+    Kernels that round to bfloat16 may choose either. Medians measured as above: at most 0.033.
+    """
     arch, overrides = MODELS[name]
     directory = checkpoint_factory(arch, **{**overrides, "initializer_range": 0.1})
     tokens = random_tokens(45)
     expected = oracle_logits(oracle(directory), tokens)
-    found = logits(load(directory, "native", quantization=quantization), tokens, [30, 1, 14])
-    assert relative_error(found, expected) < {"int8": 0.08, "int4": 0.35, "int8_dynamic": 0.12}[quantization]
+    for isa in _native.supported_isas():
+        monkeypatch.setenv("NESO_ISA", isa)
+        found = logits(load(directory, "native", quantization=quantization), tokens, [30, 1, 14])
+        errors = [relative_error(*rows) for rows in zip(found, expected, strict=True)]
+        assert np.median(errors) < 0.04, isa
 
 
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])
