@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from eventually import wait_until
+from eventually import until
+from stub import StubRequest, stream, stub_server
 from stub_process import StubProcess, stub_process
 
 from neso.perf.client.generator import LoadGenerator, default_workers
@@ -79,15 +80,11 @@ def test_a_server_that_dies_ends_the_run():
 
 
 def test_a_load_that_only_fails_ends_early(stub):
-    endpoint = options(stub.url + "/v1/models?")
-    with LoadGenerator(EndpointOptions(**{**fields(endpoint), "endpoint_type": "embeddings", "streaming": False}),
-                       [PerfRequest()]) as generator:  # fmt: skip
+    endpoint = EndpointOptions(models=("stub",), urls=(stub.url,), endpoint_type="embeddings")
+    with LoadGenerator(endpoint, [PerfRequest()]) as generator:  # without a text
         result = generator.run(LoadPlan(concurrency=2, seconds=600))
-    assert result.stop_reason == "errors" and "every request fails" in result.errors[0]
-
-
-def fields(endpoint: EndpointOptions) -> dict:
-    return {name: getattr(endpoint, name) for name in EndpointOptions.__dataclass_fields__}
+    assert result.stop_reason == "errors"
+    assert result.errors == ["every request fails: endpoint type 'embeddings' needs requests with a text"]
 
 
 def test_waiting_for_a_model_ends_with_an_error():
@@ -129,15 +126,24 @@ def test_arrivals_are_the_same_in_all_workers(stub):
     assert offsets[0] == offsets[1]
 
 
-def test_ctrl_c_writes_the_report_of_what_was_done(stub, tmp_path: Path):
-    command = [sys.executable, "-m", "neso.cli", "perf", "profile", "-m", "stub", "-u", stub.url, "--streaming",
-               "--concurrency", "2,4", "--benchmark-duration", "600", "--isl", "10", "--ui", "simple",
-               "--no-server-metrics", "--artifact-dir", str(tmp_path)]  # fmt: skip
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    wait_until(lambda: "req/s" in (tmp_path / "log").read_text() or process.poll() is not None)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130, (tmp_path / "log").read_text()
-    [export] = tmp_path.rglob("profile_export_genai_perf.json")
+async def test_ctrl_c_writes_the_report_of_what_was_done(tmp_path: Path):
+    async def answer(_: StubRequest, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.01)
+        writer.write(stream(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n', b"data: [DONE]\n\n"))
+
+    log = tmp_path / "log"
+    async with stub_server(answer) as server:
+        command = ["-m", "neso.cli", "perf", "profile", "-m", "stub", "-u", server.url, "--streaming",
+                   "--concurrency", "2,4", "--benchmark-duration", "600", "--isl", "10", "--ui", "simple",
+                   "--no-server-metrics", "--artifact-dir", str(tmp_path)]  # fmt: skip
+        with log.open("w") as file:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *command, stdout=file, stderr=file, start_new_session=True
+            )
+        await until(lambda: len(server.requests) > 10 or process.returncode is not None)
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 60) == 130, log.read_text()
+    export = tmp_path / "stub-openai-chat-concurrency2" / "profile_export_genai_perf.json"
     assert json.loads(export.read_text())["request_count"]["avg"] > 0
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert "Traceback" not in log.read_text()

@@ -105,6 +105,21 @@ class Run:
         return sorted(record.number for record in self.records)
 
 
+async def test_a_load_can_be_stopped_when_requests_fail_without_waiting():
+    class Target(FakeTarget):
+        async def send(self, request, record, history, cancel_after=None) -> None:
+            if not records:
+                asyncio.get_running_loop().call_soon(runner.stop)
+            assert len(records) < 1000, "the event loop did not run"
+            record.error_kind = "build"
+
+    records: list[RequestRecord] = []
+    conversations = Conversations([[PerfRequest()]])
+    runner = LoadRunner(LoadPlan(concurrency=2), conversations, Target(), records.append, counter=Counter())
+    await runner.run(time.monotonic_ns())
+    assert records
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_closed_loop_keeps_its_concurrency_over_all_workers(workers):
     run = Run(LoadPlan(concurrency=4, requests=40), workers=workers)

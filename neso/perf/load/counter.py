@@ -22,18 +22,3 @@ class SharedCounter:
     def reset(self) -> None:
         """Start again from 0."""
         self._value.value = 0
-
-
-class LocalCounter:
-    """The same in one process."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def take(self) -> int:
-        number = self._value
-        self._value = number + 1
-        return number
-
-    def reset(self) -> None:
-        self._value = 0

@@ -262,6 +262,8 @@ class LoadRunner:
             if not record.ok:
                 if record.error_kind == "connect":
                     await self._pause_until(record.end_ns + int(_FAILED_CONNECT_PAUSE_SECONDS * 1e9))
+                else:
+                    await asyncio.sleep(0)  # requests that cannot be built fail without waiting for anything
                 break
         if name:
             self._target.end_session(name)
