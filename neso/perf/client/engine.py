@@ -1,11 +1,11 @@
-"""An engine of Neso, started by the client: what a model does without a server."""
+"""In-process engine: measures a model without a server."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
+from neso.perf.client.target import TaskTarget
 from neso.perf.endpoints.base import History, add_output
 from neso.perf.endpoints.options import EndpointOptions
 from neso.perf.errors import PerfError
@@ -13,12 +13,12 @@ from neso.perf.records import RequestRecord
 from neso.perf.requests import PerfRequest
 
 
-class EngineTarget:
+class EngineTarget(TaskTarget):
     """Sends requests to an engine process through the engine's client, as the server does."""
 
     def __init__(self, engine: Any) -> None:
+        super().__init__()
         self._engine = engine
-        self._active: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def open(cls, options: EndpointOptions) -> EngineTarget:
@@ -46,23 +46,7 @@ class EngineTarget:
         history: History,
         cancel_after: float | None = None,
     ) -> None:
-        record.start_ns = time.monotonic_ns()
-        task = asyncio.ensure_future(self._generate(request, record))
-        self._active.add(task)
-        timer = (
-            None if cancel_after is None else asyncio.get_running_loop().call_later(cancel_after, task.cancel)
-        )
-        try:
-            await task
-        except asyncio.CancelledError:
-            if not task.cancelled():
-                raise
-            record.cancelled = True
-        finally:
-            self._active.discard(task)
-            if timer is not None:
-                timer.cancel()
-            record.end_ns = time.monotonic_ns()
+        await self._run(self._generate(request, record), record, cancel_after)
 
     async def _generate(self, request: PerfRequest, record: RequestRecord) -> None:
         from neso.engine.errors import EngineError
@@ -86,16 +70,6 @@ class EngineTarget:
             record.error_kind, record.error_message = "build", str(error)
         except EngineError as error:
             record.error_kind, record.error_message = "stream", str(error)
-
-    def message(self, request: PerfRequest) -> dict[str, Any]:
-        return {"role": "user", "content": request.text}
-
-    def cancel_all(self) -> None:
-        for task in list(self._active):
-            task.cancel()
-
-    def end_session(self, session: str) -> None:
-        pass
 
     async def close(self) -> None:
         await self._engine.stop()

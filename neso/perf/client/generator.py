@@ -106,11 +106,6 @@ class LoadGenerator:
     def __exit__(self, *exception: object) -> None:
         self._close(kill=exception[0] is not None)
 
-    @property
-    def num_requests(self) -> int:
-        """Number of requests of the source."""
-        return sum(len(session) for session in self.sessions)
-
     def wait_for_model(self, seconds: float) -> None:
         """Send the first request repeatedly until it succeeds. Raises `PerfError` after `seconds`."""
         end = time.monotonic() + seconds

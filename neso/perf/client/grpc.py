@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from itertools import cycle
 from typing import Any
 
 import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
+from neso.perf.client.target import TaskTarget
 from neso.perf.endpoints.base import History
 from neso.perf.endpoints.kserve import Convention, ModelMetadata, decode_tensor, encode_tensor
 from neso.perf.endpoints.options import EndpointOptions
@@ -31,14 +32,13 @@ class _ModelError(Exception):
     """The error message of a response of a stream."""
 
 
-class GrpcTarget:
+class GrpcTarget(TaskTarget):
     """Sends requests to one or more servers in turn; each has one connection."""
 
     def __init__(self, options: EndpointOptions) -> None:
+        super().__init__()
         self._options = options
         self._channels = [_open_channel(url, options) for url in options.server_urls]
-        self._next = 0
-        self._active: set[asyncio.Task[None]] = set()
         self._headers = [(name.lower(), value) for name, value in options.header_list]
 
     @classmethod
@@ -48,12 +48,12 @@ class GrpcTarget:
         metadata = await _metadata(target._channels[0], options)
         target._convention = Convention(options.backend, metadata)
         target._streaming = options.streaming or metadata.is_decoupled
-        target._calls = [target._call(channel) for channel in target._channels]
+        target._calls = cycle([target._call(channel) for channel in target._channels])
         return target
 
     _convention: Convention
     _streaming: bool
-    _calls: list[Any]
+    _calls: cycle[Any]
 
     def _call(self, channel: Any) -> Any:
         if self._streaming:
@@ -75,29 +75,20 @@ class GrpcTarget:
         history: History,
         cancel_after: float | None = None,
     ) -> None:
-        number = self._next
-        self._next = (number + 1) % len(self._calls)
+        call = next(self._calls)
         try:
             message = self._message(request, record)
         except PerfError as error:
             record.start_ns = record.end_ns = time.monotonic_ns()
             record.error_kind, record.error_message = "build", str(error)
             return
-        exchange = self._stream if self._streaming else self._unary
-        record.start_ns = time.monotonic_ns()
-        task = asyncio.ensure_future(exchange(self._calls[number], message, record))
-        self._active.add(task)
-        timer = (
-            None if cancel_after is None else asyncio.get_running_loop().call_later(cancel_after, task.cancel)
-        )
+        await self._run(self._exchange(call, message, record), record, cancel_after)
+
+    async def _exchange(self, call: Any, message: Any, record: RequestRecord) -> None:
         try:
-            await task
+            await (self._stream if self._streaming else self._unary)(call, message, record)
             if not record.arrivals_ns:
                 record.error_kind, record.error_message = "empty", "the response has no output"
-        except asyncio.CancelledError:
-            if not task.cancelled():
-                raise
-            record.cancelled = True
         except grpc.aio.AioRpcError as error:
             record.status = error.code().value[0]
             kind = _ERROR_KINDS.get(error.code(), "http")
@@ -109,11 +100,6 @@ class GrpcTarget:
             record.error_kind, record.error_message = "stream", str(error)[:500]
         except (ValueError, IndexError) as error:
             record.error_kind, record.error_message = "protocol", f"unexpected response: {error}"
-        finally:
-            self._active.discard(task)
-            if timer is not None:
-                timer.cancel()
-            record.end_ns = time.monotonic_ns()
 
     def _message(self, request: PerfRequest, record: RequestRecord) -> Any:
         message = pb.ModelInferRequest(model_name=record.model, id=str(record.number))
@@ -150,16 +136,6 @@ class GrpcTarget:
                 data = response.raw_output_contents[position]
                 output = decode_tensor(tensor.datatype, list(tensor.shape), data)
         self._convention.read(record, output, now)
-
-    def message(self, request: PerfRequest) -> dict[str, Any]:
-        return {"role": "user", "content": request.text}
-
-    def cancel_all(self) -> None:
-        for task in list(self._active):
-            task.cancel()
-
-    def end_session(self, session: str) -> None:
-        pass
 
     async def close(self) -> None:
         for channel in self._channels:

@@ -9,6 +9,7 @@ import asyncio
 import socket
 import ssl
 import time
+from itertools import cycle
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -37,7 +38,7 @@ class HttpTarget:
         self._timeout = options.request_timeout
         self._reuse = options.connections
         self._servers = [_Server(url, options) for url in options.server_urls]
-        self._next = 0
+        self._turns = cycle(range(len(self._servers)))
         self._heads: dict[tuple[int, str], bytes] = {}
         self._headers = "".join(
             f"{name}: {value}\r\n" for name, value in (*endpoint.headers(), *options.header_list)
@@ -52,8 +53,7 @@ class HttpTarget:
         history: History,
         cancel_after: float | None = None,
     ) -> None:
-        number = self._next
-        self._next = (number + 1) % len(self._servers)
+        number = next(self._turns)
         try:
             lines, body = self._endpoint.wire(request, record.model, history)
         except PerfError as error:

@@ -37,7 +37,6 @@ class WorkerConfig:
     share: Share
     counter: SharedCounter
     epoch_offset_ns: int
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import orjson
 
 from neso.perf.endpoints.options import EndpointOptions
 from neso.perf.errors import PerfError
-from neso.perf.records import UNKNOWN, RequestRecord
+from neso.perf.records import RequestRecord
 from neso.perf.requests import PerfRequest
 
 History = list[dict[str, Any]]
@@ -102,8 +102,7 @@ def add_output(record: RequestRecord, text: str, now: int) -> None:
     record.arrivals_ns.append(now)
     if not record.first_output_ns:
         record.first_output_ns = now
-    if record.output_text is not None:
-        record.output_text += text
+    add_text(record, text)
 
 
 def set_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
@@ -143,6 +142,3 @@ def raise_error(message: dict[str, Any]) -> None:
     error = message.get("error")
     if error:
         raise ResponseError(error_text(error))
-
-
-__all__ = ["UNKNOWN", "History", "HttpEndpoint", "ResponseError"]

@@ -9,11 +9,8 @@ import orjson
 from neso.perf.endpoints.base import (
     History,
     HttpEndpoint,
-    ResponseError,
     add_output,
-    add_text,
     encode,
-    error_text,
     raise_error,
     require_text,
 )
@@ -84,8 +81,7 @@ class HuggingFaceGenerateEndpoint(HttpEndpoint):
 
     def event(self, record: RequestRecord, data: bytes, now: int) -> None:
         message = orjson.loads(data)
-        if message.get("error"):
-            raise ResponseError(error_text(message["error"]))
+        raise_error(message)
         token = message["token"]
         if not token.get("special"):
             add_output(record, token["text"], now)
@@ -95,11 +91,8 @@ class HuggingFaceGenerateEndpoint(HttpEndpoint):
         message = orjson.loads(body)
         if isinstance(message, list):  # the pipeline's form
             message = message[0]
-        if message.get("error"):
-            raise ResponseError(error_text(message["error"]))
-        add_text(record, message["generated_text"])
-        record.arrivals_ns.append(now)
-        record.first_output_ns = now
+        raise_error(message)
+        add_output(record, message["generated_text"], now)
         _take_details(record, message.get("details"))
 
 

@@ -10,8 +10,9 @@ from neso.perf.endpoints.base import (
     History,
     HttpEndpoint,
     ResponseError,
+    add_output,
     encode,
-    error_text,
+    raise_error,
     set_usage,
 )
 from neso.perf.errors import PerfError
@@ -46,15 +47,13 @@ class NimRankingsEndpoint(HttpEndpoint):
         message = orjson.loads(body)
         results = message
         if isinstance(message, dict):
-            if message.get("error"):
-                raise ResponseError(error_text(message["error"]))
+            raise_error(message)
             results = message[self.results_key]
             if isinstance(message.get("usage"), dict):
                 set_usage(record, message["usage"])
         if not results:
             raise ResponseError("the response has no ranks")
-        record.arrivals_ns.append(now)
-        record.first_output_ns = now
+        add_output(record, "", now)
 
 
 class CohereRankingsEndpoint(NimRankingsEndpoint):
