@@ -72,15 +72,10 @@ _LEVELS = {
     "tensors": TraceLevel.TENSORS,
 }
 _GLOBAL = ("rate", "level", "count", "mode")
+_BSP_MINIMUM = {"bsp_max_queue_size": 1, "bsp_schedule_delay": 0, "bsp_max_export_batch_size": 1}
 _MODE_SETTINGS = {
     TraceMode.TRITON: ("file", "log-frequency"),
-    TraceMode.OPENTELEMETRY: (
-        "url",
-        "resource",
-        "bsp_max_queue_size",
-        "bsp_schedule_delay",
-        "bsp_max_export_batch_size",
-    ),
+    TraceMode.OPENTELEMETRY: ("url", "resource", *_BSP_MINIMUM),
 }
 
 
@@ -89,7 +84,8 @@ class OtelConfig:
     """Span export options; defaults come from OpenTelemetry's environment variables.
 
     `resource`: resource attributes of the server. The batch span processor queues up to `bsp_max_queue_size` spans and
-    exports them every `bsp_schedule_delay` ms, or when `bsp_max_export_batch_size` are queued.
+    exports them every `bsp_schedule_delay` ms, or when `bsp_max_export_batch_size` are queued. A delay of 0 exports
+    without waiting; a batch size greater than the queue exports the whole queue.
     Raises `InvalidArgument`.
     """
 
@@ -102,20 +98,16 @@ class OtelConfig:
     )
 
     def __post_init__(self) -> None:
-        if not 0 < self.bsp_max_export_batch_size <= self.bsp_max_queue_size:
-            raise InvalidArgument(
-                f"bsp_max_export_batch_size must be positive and at most bsp_max_queue_size "
-                f"({self.bsp_max_queue_size}), got {self.bsp_max_export_batch_size}"
-            )
-        if self.bsp_schedule_delay <= 0:
-            raise InvalidArgument(f"bsp_schedule_delay must be positive, got {self.bsp_schedule_delay}")
+        for name, low in _BSP_MINIMUM.items():
+            if (value := getattr(self, name)) < low:
+                raise InvalidArgument(f"{name} must be at least {low}, got {value}")
 
     def describe(self) -> dict[str, str | list[str]]:
         """Return the settings in the format of the trace extension."""
         described: dict[str, str | list[str]] = {"url": self.url}
         if self.resource:
             described["resource"] = [f"{key}={value}" for key, value in self.resource]
-        for name in ("bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_size"):
+        for name in _BSP_MINIMUM:
             described[name] = str(getattr(self, name))
         return described
 
@@ -206,7 +198,9 @@ def _otel(pairs: list[tuple[str, str]]) -> OtelConfig:
             resource.append(_resource(value))
         else:
             given[name] = (
-                _url(value) if name == "url" else _number(f"opentelemetry,{name}", value, 1, 2**32 - 1)
+                _url(value)
+                if name == "url"
+                else _number(f"opentelemetry,{name}", value, _BSP_MINIMUM[name], 2**32 - 1)
             )
     return OtelConfig(resource=tuple(resource), **given)
 

@@ -26,6 +26,9 @@ except ImportError as error:
 FLUSH_TIMEOUT = 3.0
 """Timeout for exporting the last spans when the server stops, in seconds."""
 
+MIN_SCHEDULE_DELAY = 1
+"""Delay between exports for `bsp_schedule_delay` 0, in ms: the processor requires a positive delay."""
+
 
 class OtelSink(TraceSink):
     """Span hierarchy: InferRequest ─ model name ─ compute, with activities as events; called models are child spans.
@@ -47,8 +50,8 @@ class OtelSink(TraceSink):
             BatchSpanProcessor(
                 self._exporter,
                 max_queue_size=config.bsp_max_queue_size,
-                schedule_delay_millis=config.bsp_schedule_delay,
-                max_export_batch_size=config.bsp_max_export_batch_size,
+                schedule_delay_millis=max(config.bsp_schedule_delay, MIN_SCHEDULE_DELAY),
+                max_export_batch_size=min(config.bsp_max_export_batch_size, config.bsp_max_queue_size),
             )
         )
         self._tracer = self._provider.get_tracer("neso")

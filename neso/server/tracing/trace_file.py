@@ -121,15 +121,18 @@ FLUSH_SIZE = 256
 
 
 class TraceBuffer(TraceSink):
-    """Buffers the traces of one setting: `log_frequency` traces per file, or one file with delayed writes if it is 0.
+    """Buffers the traces of one setting and writes them where Triton does.
 
-    A setting with a `count` writes all its traces to one numbered file, as in Triton.
+    - `log_frequency`: numbered files with this many traces; the last file has the rest.
+    - `count` without `log_frequency`: one numbered file when the count is reached. If it is not reached before the
+      setting is replaced or the server stops, the traces are appended to the file without a number.
+    - neither: the file without a number, with delayed writes.
     """
 
     def __init__(self, setting: TraceSetting, file: TraceFile) -> None:
         self._file = file
-        self._numbered = bool(setting.log_frequency) or setting.count > 0
-        self._size = setting.log_frequency or (setting.count if setting.count > 0 else FLUSH_SIZE)
+        self._log_frequency = setting.log_frequency
+        self._delayed = not setting.log_frequency and setting.count <= 0
         self._left = setting.count
         self._traces: list[Trace] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -139,24 +142,28 @@ class TraceBuffer(TraceSink):
         self._left -= 1
         if trace.models:  # skip requests that were not accepted by a model
             self._traces.append(trace)
-        if self._retired or self._left == 0 or len(self._traces) >= self._size:
-            self._flush()
-        elif not self._numbered and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FLUSH_AFTER, self._flush)
+        if self._retired:
+            self._flush(numbered=self._log_frequency > 0)
+        elif self._left == 0 or 0 < self._log_frequency <= len(self._traces):
+            self._flush(numbered=True)
+        elif self._delayed and len(self._traces) >= FLUSH_SIZE:
+            self._flush(numbered=False)
+        elif self._delayed and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_AFTER, self._flush, False)
 
     def retire(self) -> None:
         """Called when the setting was replaced: write the buffered traces now, and later traces immediately."""
         self._retired = True
-        self._flush()
+        self._flush(numbered=self._log_frequency > 0)
 
-    def _flush(self) -> None:
+    def _flush(self, numbered: bool) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         traces, self._traces = self._traces, []
         if not traces:
             return
-        if self._numbered:
+        if numbered:
             self._file.write_next(traces)
         else:
             self._file.append(traces)

@@ -109,6 +109,33 @@ async def test_settings_contain_the_collector_options(collector, start_core, rep
     assert core.tracing.sample("any") is not None
 
 
+async def test_a_delay_of_0_exports_without_waiting(collector, start_core, repository):
+    repository.add("identity")
+    core = await start_core(trace=config(collector, "rate=1", "opentelemetry,bsp_schedule_delay=0"))
+    assert core.trace_settings()["bsp_schedule_delay"] == "0"
+    await send_traced_request(core, "identity")
+    await asyncio.to_thread(collector.wait_for, 3)
+
+
+async def test_a_batch_size_of_1_exports_each_span_alone(collector, start_core, repository):
+    repository.add("identity")
+    core = await start_core(trace=config(collector, "rate=1", "opentelemetry,bsp_max_export_batch_size=1"))
+    await send_traced_request(core, "identity")
+    await asyncio.to_thread(collector.wait_for, 3)
+    assert collector.messages == 3
+
+
+async def test_a_queue_smaller_than_a_batch_drops_spans(collector, start_core, repository):
+    repository.add("identity")
+    settings = ("rate=1", "opentelemetry,bsp_max_queue_size=1", "opentelemetry,bsp_schedule_delay=60000")
+    core = await start_core(trace=config(collector, *settings))
+    assert core.trace_settings()["bsp_max_export_batch_size"] == "512"
+    for _ in range(20):
+        await send_traced_request(core, "identity")
+    await core.stop()
+    assert 1 <= len(collector.spans) < 60
+
+
 async def test_rate_0_traces_requests_with_a_sampled_parent(collector, start_core, repository):
     repository.add("identity")
     core = await start_core(trace=config(collector, "rate=0"))

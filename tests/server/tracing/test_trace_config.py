@@ -67,6 +67,9 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://there:1/")
     assert (OtelConfig().bsp_schedule_delay, OtelConfig().url) == (77, "http://there:1/v1/traces")
     assert TraceConfig.parse(["opentelemetry,bsp_schedule_delay=1"]).otel.bsp_schedule_delay == 1
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "-1")
+    with pytest.raises(InvalidArgument, match="bsp_schedule_delay must be at least 0, got -1"):
+        OtelConfig()
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "soon")
     with pytest.raises(InvalidArgument, match="OTEL_BSP_SCHEDULE_DELAY: expected a number, got 'soon'"):
         OtelConfig()
@@ -100,8 +103,9 @@ def test_off_takes_precedence():
         ("opentelemetry,file=x", "unknown setting, expected one of url"),
         ("opentelemetry,resource=x", "expected <key>=<value>, got 'x'"),
         ("opentelemetry,url=ftp://x", "is not an HTTP URL"),
-        ("opentelemetry,bsp_schedule_delay=0", "bsp_schedule_delay: expected a number from 1"),
-        ("opentelemetry,bsp_max_queue_size=2", "at most bsp_max_queue_size"),
+        ("opentelemetry,bsp_schedule_delay=-1", "bsp_schedule_delay: expected a number from 0"),
+        ("opentelemetry,bsp_max_queue_size=0", "bsp_max_queue_size: expected a number from 1"),
+        ("opentelemetry,bsp_max_export_batch_size=0", "bsp_max_export_batch_size: expected a number from 1"),
     ],
 )
 def test_errors(text, message):

@@ -205,6 +205,33 @@ async def test_a_count_fills_one_numbered_file(start, repository):
     assert not path.exists()
 
 
+async def test_a_count_that_is_not_reached_fills_the_file_without_a_number(start, repository):
+    repository.add("identity")
+    core, path = await start("level=TIMESTAMPS", "count=3")
+    await send_traced_request(core, "identity")
+    core.tracing.update({"trace_rate": ["2"]})
+    for _ in range(4):
+        await send_traced_request(core, "identity")
+    await core.stop()
+    assert len(read_traces(path)) == 3
+    assert not path.with_name("trace.json.0").exists()
+
+
+async def test_a_count_that_is_reached_after_a_settings_change_is_appended(start, repository):
+    repository.add("identity")
+    repository.add_standard()
+    core, path = await start("level=TIMESTAMPS", "count=2")
+    await send_traced_request(core, "identity")
+    slow = asyncio.create_task(send_traced_request(core, "slow"))
+    await until((repository.path / "slow" / "1" / "begun").exists)
+    core.tracing.update({"trace_level": ["OFF"]})
+    (repository.path / "slow" / "1" / "go").touch()
+    await slow
+    await core.stop()
+    assert [trace.model for trace in read_traces(path)] == ["identity", "slow"]
+    assert not path.with_name("trace.json.0").exists()
+
+
 async def test_the_file_is_readable_while_the_server_runs(start, repository, monkeypatch):
     monkeypatch.setattr("neso.server.tracing.trace_file.FLUSH_AFTER", 0.01)
     repository.add("identity")
