@@ -101,9 +101,15 @@ class OtelConfig:
         for name, low in _BSP_MINIMUM.items():
             if (value := getattr(self, name)) < low:
                 raise InvalidArgument(f"{name} must be at least {low}, got {value}")
+        _endpoint(self.url)
+
+    @property
+    def endpoint(self) -> str:
+        """`url` with the scheme and path of OTLP over HTTP, which a plain `host:port` omits."""
+        return _endpoint(self.url)
 
     def describe(self) -> dict[str, str | list[str]]:
-        """Return the settings in the format of the trace extension."""
+        """Return the settings in the format of the trace extension; the URL as given, as in Triton."""
         described: dict[str, str | list[str]] = {"url": self.url}
         if self.resource:
             described["resource"] = [f"{key}={value}" for key, value in self.resource]
@@ -198,7 +204,7 @@ def _otel(pairs: list[tuple[str, str]]) -> OtelConfig:
             resource.append(_resource(value))
         else:
             given[name] = (
-                _url(value)
+                value
                 if name == "url"
                 else _number(f"opentelemetry,{name}", value, _BSP_MINIMUM[name], 2**32 - 1)
             )
@@ -262,12 +268,11 @@ def _resource(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _url(text: str) -> str:
-    """Return the URL; add the scheme and path of OTLP over HTTP to a plain `host:port`."""
+def _endpoint(text: str) -> str:
     url = text if "://" in text else f"http://{text}"
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidArgument(f"--trace-config opentelemetry,url: '{text}' is not an HTTP URL")
+        raise InvalidArgument(f"opentelemetry,url: '{text}' is not an HTTP URL")
     return url if parts.path.strip("/") else url.rstrip("/") + TRACES_PATH
 
 

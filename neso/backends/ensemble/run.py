@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from neso.backends.ensemble.graph import EnsembleGraph, Step
-from neso.server.errors import Cancelled, InternalError, ServerError
+from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.signature import Shape
+from neso.server.statistics import FailureReason
 from neso.server.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -296,7 +297,9 @@ class EnsembleRun:
             )
 
     def _fail(self, error: ServerError) -> None:
-        """Fail the request and cancel its steps."""
+        """Fail the request and cancel its steps. Counts as OTHER in the statistics, as in Triton, unless cancelled."""
+        if error.code is not ErrorCode.CANCELLED and not self._stream.request.cancelled:
+            self._stream.failure = self._stream.failure or FailureReason.OTHER
         self._stream.fail(type(error)(f"in ensemble '{self._graph.name}', {error.message}", error.code))
         self._cancel_steps()
 

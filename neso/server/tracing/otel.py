@@ -45,7 +45,7 @@ class OtelSink(TraceSink):
         if "service.name" not in OTELResourceDetector().detect().attributes:
             attributes.setdefault("service.name", "neso")
         self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-        self._exporter = OTLPSpanExporter(endpoint=config.url)
+        self._exporter = OTLPSpanExporter(endpoint=config.endpoint)
         self._provider.add_span_processor(
             BatchSpanProcessor(
                 self._exporter,

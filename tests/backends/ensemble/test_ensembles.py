@@ -335,6 +335,17 @@ async def test_failing_step_fails_only_its_request(server: Server) -> None:
     assert response.output("OUT").array.tolist() == [12]
 
 
+async def test_failing_step_counts_as_other_for_the_ensemble(server: Server) -> None:
+    server.add_ensemble(
+        step("plus1", {"IN": "IN"}, {"OUT": "first"}), step("plus10", {"IN": "first"}, {"OUT": "OUT"})
+    )
+    core = await server.start()
+    await collect(send_request(core.model("all"), IN=floats(5000)))
+    failures = {name: core.model(name).statistics.failures for name in ("all", "plus1")}
+    assert {reason: count for reason, count in failures["all"].items() if count} == {"OTHER": 1}
+    assert {reason: count for reason, count in failures["plus1"].items() if count} == {"BACKEND": 1}
+
+
 async def test_cancellation_is_passed_to_the_steps(server: Server) -> None:
     folder = server.repository.path / "held" / "1"
     server.repository.add("held", waiting_for(folder / "go"), ADD_TENSORS)
@@ -347,6 +358,9 @@ async def test_cancellation_is_passed_to_the_steps(server: Server) -> None:
     assert isinstance(response.error, Cancelled)
     (folder / "go").touch()
     await until(lambda: core.model("held").in_flight_count == 0)
+    assert {reason: count for reason, count in core.model("all").statistics.failures.items() if count} == {
+        "CANCELED": 1
+    }
     assert core.model("plus1").statistics.inference_count == 0
 
 

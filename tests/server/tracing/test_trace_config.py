@@ -51,15 +51,17 @@ def test_opentelemetry_mode():
 
 
 @pytest.mark.parametrize(
-    ("given", "url"),
+    ("given", "endpoint"),
     [
         ("collector:4318", "http://collector:4318/v1/traces"),
         ("https://collector", "https://collector/v1/traces"),
         ("http://collector:1/other", "http://collector:1/other"),
     ],
 )
-def test_urls(given, url):
-    assert TraceConfig.parse([f"opentelemetry,url={given}"]).otel.url == url
+def test_urls(given, endpoint):
+    config = TraceConfig.parse([f"opentelemetry,url={given}"])
+    assert config.otel.endpoint == endpoint
+    assert config.otel.describe()["url"] == given
 
 
 def test_environment(monkeypatch):
