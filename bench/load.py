@@ -23,7 +23,8 @@ from smoke import parse_arguments
 from neso.perf.client.generator import LoadGenerator
 from neso.perf.endpoints.options import EndpointOptions
 from neso.perf.load.plan import LoadPlan
-from neso.perf.metrics import Measurement, parse_slos
+from neso.perf.measurement import Measurement
+from neso.perf.metrics import parse_slos
 from neso.perf.requests import PerfRequest
 
 GOOD = parse_slos(("time_to_first_token:1000", "time_per_output_token:50"))

@@ -99,7 +99,8 @@ def _analyze(values: FlagValues, options: LoadArguments) -> int:
 
 def _tune(values: FlagValues, options: LoadArguments) -> int:
     from neso.perf.search_options import TuneOptions
-    from neso.perf.tune import print_result, tune
+    from neso.perf.tune import tune
+    from neso.perf.tune_report import print_result
 
     output = options[3]
     result = tune(*options, values.build(TuneOptions))

@@ -19,7 +19,8 @@ from neso.perf.errors import PerfError
 from neso.perf.exports.run_folder import folder_name
 from neso.perf.inputs.options import InputOptions
 from neso.perf.load.options import LoadOptions
-from neso.perf.metrics import Measurement, parse_slos
+from neso.perf.measurement import Measurement
+from neso.perf.metrics import parse_slos
 from neso.perf.output_options import OutputOptions
 from neso.perf.profile import open_generator, run_load
 from neso.perf.records import RunResult

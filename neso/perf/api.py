@@ -12,7 +12,8 @@ from neso.perf.inputs import open_source
 from neso.perf.inputs.options import InputOptions
 from neso.perf.load.options import LoadOptions
 from neso.perf.load.plan import LoadPlan
-from neso.perf.metrics import Measurement, Metric, parse_slos, register_metric
+from neso.perf.measurement import Measurement
+from neso.perf.metrics import Metric, parse_slos, register_metric
 from neso.perf.output_options import OutputOptions
 from neso.perf.profile import profile
 from neso.perf.records import Records, RequestRecord, RunResult

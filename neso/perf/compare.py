@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from neso.perf.console import WIDTH, load_text, number
+from neso.perf.console import WIDTH, load_text, number, table
 from neso.perf.errors import PerfError
 from neso.perf.exports.run_folder import load_runs
-from neso.perf.metrics import Measurement, Slo, metric_named
+from neso.perf.measurement import Measurement
+from neso.perf.metrics import Slo, metric_named
 from neso.perf.report.charts import Drawable
 from neso.perf.report.html import figures, html_table, page
 from neso.perf.report.plots import distribution, timeslices, values_of
@@ -164,15 +163,15 @@ def _names(folders: Sequence[str | Path]) -> list[str]:
 
 def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
     """Print the table of a comparison, in 80 columns."""
-    table = Table(box=box.SIMPLE_HEAD, width=WIDTH, padding=(0, 1, 0, 0))
-    table.add_column("Statistic", overflow="fold")
+    statistics = table()
+    statistics.add_column("Statistic", overflow="fold")
     for name in ("base", "other", "ratio", "interval", ""):
-        table.add_column(name, justify="right", no_wrap=True)
+        statistics.add_column(name, justify="right", no_wrap=True)
     for one in comparison.differences:
-        table.add_row(*_cells(one))
+        statistics.add_row(*_cells(one))
     console = console or Console(width=WIDTH)
     console.print(f"base:  {comparison.base}\nother: {comparison.other}", markup=False, highlight=False)
-    console.print(table)
+    console.print(statistics)
 
 
 def _cells(one: Difference) -> list[str]:

@@ -15,8 +15,9 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from neso.perf.metrics import METRICS, MS, Measurement, Metric
-from neso.perf.records import Records
+from neso.perf.measurement import Measurement
+from neso.perf.metrics import METRICS, Metric
+from neso.perf.records import MS, Records
 from neso.perf.statistics import Summary
 
 STATISTICS = ("avg", "min", "max", "p99", "p90", "p75", "p50")
@@ -46,20 +47,57 @@ def load_text(load: dict[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in load.items()) or "one run"
 
 
+Column = tuple[str, str, str]
+"""Title, metric and statistic of a column."""
+COLUMNS: tuple[Column, ...] = (
+    ("req/s", "request_throughput", "avg"),
+    ("tok/s", "output_token_throughput", "avg"),
+    ("TTFT p50", "time_to_first_token", "p50"),
+    ("TTFT p99", "time_to_first_token", "p99"),
+    ("ITL p50", "inter_token_latency", "p50"),
+    ("E2E p99", "request_latency", "p99"),
+    ("good/s", "goodput", "avg"),
+    ("failed", "error_request_count", "avg"),
+)
+"""Columns of a sweep."""
+
+
+def table(title: str = "") -> Table:
+    """Return an empty table of 80 columns."""
+    return Table(title=title or None, box=box.SIMPLE_HEAD, width=WIDTH, padding=(0, 1, 0, 0))
+
+
+def present_columns(columns: Sequence[Column], runs: Sequence[Measurement]) -> list[Column]:
+    """Return the columns whose metric some run has."""
+    return [column for column in columns if any(column[1] in run.summaries for run in runs)]
+
+
+def cells(run: Measurement | None, columns: Sequence[Column]) -> list[str]:
+    """Return the values of a run, "-" for those it lacks; None is a run that failed."""
+    found = []
+    for title, name, statistic in columns:
+        summary = None if run is None else run.summaries.get(name)
+        if summary is None:
+            found.append("-")
+        else:
+            found.append(f"{summary.avg:.0f}" if title == "failed" else number(summary.get(statistic)))
+    return found
+
+
 def metrics_table(measurement: Measurement, *, verbose: bool = False) -> Table:
     """Return the table of genai-perf, which fits 80 columns; `verbose` adds all other metrics."""
-    table = Table(title="Neso Perf | LLM Metrics", box=box.SIMPLE_HEAD, width=WIDTH, padding=(0, 1, 0, 0))
-    table.add_column("Statistic", overflow="fold")
+    found = table("Neso Perf | LLM Metrics")
+    found.add_column("Statistic", overflow="fold")
     for name in STATISTICS:
-        table.add_column(name, justify="right", no_wrap=True)
+        found.add_column(name, justify="right", no_wrap=True)
     for metric in METRICS:
         summary = measurement.summaries.get(metric.name)
         if summary is not None and (metric.console or verbose):
-            table.add_row(f"{metric.title} ({metric.unit})", *_cells(metric, summary))
-    return table
+            found.add_row(f"{metric.title} ({metric.unit})", *_statistics(metric, summary))
+    return found
 
 
-def _cells(metric: Metric, summary: Summary) -> list[str]:
+def _statistics(metric: Metric, summary: Summary) -> list[str]:
     if metric.of_run:
         return [number(summary.avg), *[""] * (len(STATISTICS) - 1)]
     return [number(summary.get(name)) for name in STATISTICS]
@@ -85,32 +123,17 @@ def print_run(measurement: Measurement, *, verbose: bool = False, console: Conso
 def print_sweep(measurements: Sequence[Measurement], console: Console | None = None) -> None:
     """Print one line for each run of a sweep."""
     console = console or _console()
-    table = Table(title="Sweep", box=box.SIMPLE_HEAD, width=WIDTH, padding=(0, 1, 0, 0))
+    sweep = table("Sweep")
     single = all(len(one.result.load) == 1 for one in measurements)
     name = next(iter(measurements[0].result.load)).replace("_", " ") if single else "load"
-    table.add_column(name, overflow="fold", no_wrap=single)
-    columns = [
-        ("req/s", "request_throughput", "avg"),
-        ("tok/s", "output_token_throughput", "avg"),
-        ("TTFT p50", "time_to_first_token", "p50"),
-        ("TTFT p99", "time_to_first_token", "p99"),
-        ("ITL p50", "inter_token_latency", "p50"),
-        ("E2E p99", "request_latency", "p99"),
-        ("good/s", "goodput", "avg"),
-        ("failed", "error_request_count", "avg"),
-    ]
-    present = [column for column in columns if any(column[1] in one.summaries for one in measurements)]
-    for title, _, _ in present:
-        table.add_column(title, justify="right")
+    sweep.add_column(name, overflow="fold", no_wrap=single)
+    columns = present_columns(COLUMNS, measurements)
+    for title, _, _ in columns:
+        sweep.add_column(title, justify="right")
     for one in measurements:
-        cells = [one.summaries.get(name) for _, name, _ in present]
-        values = [
-            "-" if cell is None else f"{cell.avg:.0f}" if title == "failed" else number(cell.get(stat))
-            for cell, (title, _, stat) in zip(cells, present, strict=True)
-        ]
         load = one.result.load
-        table.add_row(str(next(iter(load.values()))) if single else load_text(load), *values)
-    console.print(table)
+        sweep.add_row(str(next(iter(load.values()))) if single else load_text(load), *cells(one, columns))
+    console.print(sweep)
 
 
 def _console() -> Console:

@@ -19,6 +19,8 @@ from neso.perf.errors import PerfError
 
 UNKNOWN = -1
 """Value of a count that the server did not report."""
+MS = 1e-6
+"""Milliseconds per nanosecond."""
 
 
 def epoch_offset_ns() -> int:

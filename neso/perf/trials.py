@@ -13,7 +13,8 @@ from typing import Any
 from neso.perf.client.generator import ENDS_SWEEP
 from neso.perf.errors import PerfError
 from neso.perf.exports.run_folder import RUN, load_run, save_run
-from neso.perf.metrics import Measurement, Slo, metric_named
+from neso.perf.measurement import Measurement
+from neso.perf.metrics import Slo, metric_named
 from neso.perf.records import RunResult
 from neso.perf.statistics import PERCENTILES
 

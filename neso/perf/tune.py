@@ -7,7 +7,6 @@ recommended only if these confirm it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -19,13 +18,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from neso.engine.config import EngineConfig, engine_options
 from neso.perf.client.generator import ENDS_SWEEP
@@ -35,15 +31,15 @@ from neso.perf.endpoints.options import EndpointOptions
 from neso.perf.errors import PerfError
 from neso.perf.inputs.options import InputOptions
 from neso.perf.load.options import LoadOptions
-from neso.perf.metrics import Measurement, parse_slos
+from neso.perf.measurement import Measurement
+from neso.perf.metrics import parse_slos
 from neso.perf.output_options import OutputOptions
 from neso.perf.profile import open_generator, run_load
 from neso.perf.records import RunResult
-from neso.perf.report.charts import Chart, Series
-from neso.perf.report.html import figures, html_table, page
 from neso.perf.search_options import TuneOptions
 from neso.perf.statistics import Interval
 from neso.perf.trials import Goal, parse_goal, run_once, trial_folder
+from neso.perf.tune_report import write_result
 
 Settings = dict[str, Any]
 """Engine options by name."""
@@ -348,114 +344,3 @@ def _yaml(value: Any) -> str:
 
 def _label(settings: Settings) -> str:
     return ",".join(f"{name}={value}" for name, value in settings.items()) or "default"
-
-
-def write_result(result: TuneResult, folder: Path) -> None:
-    """Write tune.json, the engine options as best_engine_config.json, and tune_report.html."""
-    folder.mkdir(parents=True, exist_ok=True)
-    best = result.best.settings if result.best is not None else {}
-    (folder / "best_engine_config.json").write_text(json.dumps(best, indent=1), encoding="utf-8")
-    content = {
-        "model": result.model,
-        "goal": result.goal.text,
-        "best": best,
-        "command": result.command,
-        "confirmed": result.confirmed,
-        "candidate": result.candidate,
-        "ratio_to_default": None
-        if result.ratio is None
-        else [result.ratio.value, result.ratio.low, result.ratio.high],
-        "stopped": result.stopped,
-        "trials": [
-            {
-                "settings": trial.settings,
-                "error": trial.error,
-                "objective": None if trial.run is None else result.goal.value(trial.run),
-                "meets_objectives": trial.run is not None and result.goal.is_met(trial.run),
-            }
-            for trial in result.trials
-        ],
-    }
-    (folder / "tune.json").write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
-    (folder / "tune_report.html").write_text(_report(result), encoding="utf-8")
-
-
-_COLUMNS = (
-    ("req/s", "request_throughput", "avg"),
-    ("tok/s", "output_token_throughput", "avg"),
-    ("TTFT p50", "time_to_first_token", "p50"),
-    ("TTFT p99", "time_to_first_token", "p99"),
-    ("ITL p50", "inter_token_latency", "p50"),
-    ("good %", "good_request_share", "avg"),
-)
-
-
-def _rows(result: TuneResult) -> tuple[list[str], list[list[str]]]:
-    runs = [trial.run for trial in result.trials if trial.run is not None]
-    present = [column for column in _COLUMNS if any(column[1] in run.summaries for run in runs)]
-    rows = []
-    for trial in result.trials:
-        cells = [trial.text]
-        for _, name, statistic in present:
-            summary = None if trial.run is None else trial.run.summaries.get(name)
-            cells.append("-" if summary is None else number(summary.get(statistic)))
-        rows.append(cells)
-    return ["settings", *(title for title, _, _ in present)], rows
-
-
-def _verdict(result: TuneResult) -> str:
-    if result.ratio is None:
-        return "No configuration is better than the default beyond the noise of the runs."
-    ratio = result.ratio
-    text = f"{result.goal.text}: {ratio.value:.3f} of the default (95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
-    return text if result.confirmed else f"{text}; not confirmed, so the default stays."
-
-
-def _report(result: TuneResult) -> str:
-    header, rows = _rows(result)
-    values = [
-        (position, result.goal.value(trial.run))
-        for position, trial in enumerate(result.trials, 1)
-        if trial.run is not None
-    ]
-    labels = [
-        f"{trial.text}: {number(result.goal.value(trial.run))}"
-        for trial in result.trials
-        if trial.run is not None
-    ]
-    series = Series(
-        "",
-        [position - 0.5 for position, _ in values],
-        [value for _, value in values],
-        "bars",
-        x2=[position + 0.4 for position, _ in values],
-        labels=labels,
-    )
-    chart = Chart("Objective by trial", "trial", result.goal.metric, (series,))
-    parts = [
-        f"<h1>neso perf tune: {result.model}</h1>",
-        f"<p>{_verdict(result)}</p><pre>{result.command}</pre>",
-        figures([chart]),
-        "<h2>Trials</h2>",
-        html_table(header, rows),
-    ]
-    failed = [[trial.text, trial.error] for trial in result.trials if trial.error]
-    if failed:
-        parts += ["<h2>Configurations that did not run</h2>", html_table(["settings", "error"], failed)]
-    return page(f"neso perf tune: {result.model}", "".join(parts))
-
-
-def print_result(result: TuneResult) -> None:
-    """Print the trials and the recommended command."""
-    console = Console(width=80)
-    header, rows = _rows(result)
-    table = Table(title="Trials", box=box.SIMPLE_HEAD, width=80, padding=(0, 1, 0, 0))
-    for position, name in enumerate(header):
-        table.add_column(name, overflow="fold", justify="left" if position == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    if result.stopped:
-        console.print(f"The search ended early: {result.stopped}.", style="yellow")
-    console.print(_verdict(result), markup=False)
-    console.print(result.command, style="bold", markup=False, soft_wrap=True)

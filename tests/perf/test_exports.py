@@ -17,7 +17,8 @@ from neso.perf.console import WIDTH, Progress, number, print_run, print_sweep
 from neso.perf.errors import PerfError
 from neso.perf.exports import finish, write_run
 from neso.perf.exports.run_folder import folder_name, load_run, load_runs, write_inputs
-from neso.perf.metrics import Measurement, parse_slos
+from neso.perf.measurement import Measurement
+from neso.perf.metrics import parse_slos
 from neso.perf.output_options import OutputOptions
 from neso.perf.records import Records, RequestRecord
 

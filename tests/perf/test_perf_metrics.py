@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from neso.engine.text.tokenizer import Tokenizer
 from neso.models import SHIPPED_MODELS
 from neso.perf.errors import PerfError
-from neso.perf.metrics import METRICS, Measurement, Metric, Slo, parse_slos, register_metric
+from neso.perf.measurement import Measurement
+from neso.perf.metrics import METRICS, Metric, Slo, parse_slos, register_metric
 from neso.perf.records import UNKNOWN, RequestRecord
 
 

@@ -14,7 +14,8 @@ from neso.perf.endpoints.options import EndpointOptions
 from neso.perf.errors import PerfError
 from neso.perf.inputs.options import InputOptions
 from neso.perf.load.options import LoadOptions
-from neso.perf.metrics import Measurement, parse_slos
+from neso.perf.measurement import Measurement
+from neso.perf.metrics import parse_slos
 from neso.perf.output_options import OutputOptions
 from neso.perf.records import RequestRecord, RunResult
 from neso.perf.search_options import AnalyzeOptions, TuneOptions

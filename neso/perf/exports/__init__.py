@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from neso.perf.metrics import Measurement
+    from neso.perf.measurement import Measurement
     from neso.perf.output_options import OutputOptions
     from neso.perf.records import RunResult
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from neso.perf.metrics import METRICS, Measurement, as_dict, endpoint_setting
+from neso.perf.measurement import Measurement, as_dict, endpoint_setting
+from neso.perf.metrics import METRICS
 
 _STATISTICS = ("avg", "min", "max", "p99", "p95", "p90", "p75", "p50", "p25")
 

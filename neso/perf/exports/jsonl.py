@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from neso.perf.metrics import METRICS, Measurement
+from neso.perf.measurement import Measurement
+from neso.perf.metrics import METRICS
 from neso.perf.records import RequestRecord
 
 

@@ -13,7 +13,8 @@ from neso.perf.exports.genai_perf import write_csv, write_json, write_raw_profil
 from neso.perf.exports.jsonl import write_jsonl
 from neso.perf.inputs.options import InputOptions
 from neso.perf.inputs.synthetic import tokenizer_for
-from neso.perf.metrics import Measurement, endpoint_setting, parse_slos
+from neso.perf.measurement import Measurement, endpoint_setting
+from neso.perf.metrics import parse_slos
 from neso.perf.output_options import OutputOptions
 from neso.perf.records import Records, RunResult
 

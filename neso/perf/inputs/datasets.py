@@ -10,7 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,13 @@ from neso.engine.text.tokenizer import Tokenizer
 from neso.perf.errors import PerfError
 from neso.perf.inputs.files import sampled
 from neso.perf.inputs.options import InputOptions
-from neso.perf.inputs.synthetic import EMBEDDINGS, length_mix, tokenizer_for
+from neso.perf.inputs.synthetic import (
+    EMBEDDINGS,
+    gives_output_length,
+    length_mix,
+    tokenizer_for,
+    with_output_length,
+)
 from neso.perf.requests import PerfRequest
 
 DATASETS_SERVER = "https://datasets-server.huggingface.co"
@@ -71,12 +77,12 @@ class DatasetSource:
         """Yield the requests of the first `num_entries` rows. Raises `PerfError`, also if the hub is unreachable."""
         rng = np.random.default_rng(self.options.random_seed)
         mix = length_mix(self.options)
-        asked = self.options.output_tokens_mean is not None or self.options.seq_dist is not None
+        drawn = gives_output_length(self.options)
         rows = [[request] for request in self._rows()]
         if not rows:
             raise PerfError(f"--input-dataset {self.options.input_dataset}: the dataset has no usable rows")
         for (request,) in sampled(rows, self.options, rng):
-            yield replace(request, max_tokens=mix.sample(rng)[1]) if asked else request
+            yield with_output_length(request, mix.sample(rng)[1], self.options) if drawn else request
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

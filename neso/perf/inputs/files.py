@@ -15,7 +15,14 @@ from neso.engine.text.tokenizer import Tokenizer
 from neso.perf.errors import PerfError
 from neso.perf.inputs.images import image_url
 from neso.perf.inputs.options import InputOptions
-from neso.perf.inputs.synthetic import EMBEDDINGS, RANKINGS, length_mix, tokenizer_for
+from neso.perf.inputs.synthetic import (
+    EMBEDDINGS,
+    RANKINGS,
+    gives_output_length,
+    length_mix,
+    tokenizer_for,
+    with_output_length,
+)
 from neso.perf.inputs.traces import TraceRow, TraceWriter, read_csv_trace, row_of, scheduled
 from neso.perf.requests import PerfRequest, sessions_of
 
@@ -45,15 +52,13 @@ class FileSource:
             raise PerfError(f"{self.path}: the file has no requests")
         rng = np.random.default_rng(self.options.random_seed)
         mix = length_mix(self.options)
-        asked = self.options.output_tokens_mean is not None or self.options.seq_dist is not None
+        drawn = gives_output_length(self.options)
         for number, session in enumerate(sampled(sessions, self.options, rng)):
             for request in session:
                 if request.session and self.options.sampling_strategy == "random":
                     request = replace(request, session=f"{request.session}-{number}")
-                if request.max_tokens is None and asked:
-                    output = mix.sample(rng)[1]
-                    minimum = output if self.options.output_tokens_deterministic else None
-                    request = replace(request, max_tokens=output, min_tokens=minimum)
+                if request.max_tokens is None and drawn:
+                    request = with_output_length(request, mix.sample(rng)[1], self.options)
                 yield request
 
     @cached_property

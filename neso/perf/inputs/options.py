@@ -10,6 +10,7 @@ from neso.flags import SWITCH, Flag, choice, integer, number
 _COUNT = integer(1)
 _SIZE = integer(0)
 _AMOUNT = number(0)
+_FILES = "Input files and datasets"
 
 FILE_TYPES = (
     "auto",
@@ -146,7 +147,7 @@ class InputOptions:
             "input-file",
             "JSON lines or CSV file with requests or a trace, or a folder of .jsonl files.",
             metavar="PATH",
-            topic="Input files and datasets",
+            topic=_FILES,
         ),
     ] = None
     input_file_type: Annotated[
@@ -156,7 +157,7 @@ class InputOptions:
             "Format of the input file.",
             choice(*FILE_TYPES),
             aliases=("input-file-type",),
-            topic="Input files and datasets",
+            topic=_FILES,
         ),
     ] = "auto"
     input_dataset: Annotated[
@@ -165,7 +166,7 @@ class InputOptions:
             "input-dataset",
             "Dataset: openorca, cnn_dailymail, or any Hugging Face dataset by name.",
             aliases=("public-dataset",),
-            topic="Input files and datasets",
+            topic=_FILES,
         ),
     ] = None
     dataset_subset: Annotated[
@@ -174,7 +175,7 @@ class InputOptions:
             "dataset-subset",
             "Subset (configuration) of a Hugging Face dataset.",
             aliases=("hf-subset",),
-            topic="Input files and datasets",
+            topic=_FILES,
         ),
     ] = None
     dataset_split: Annotated[
@@ -184,7 +185,7 @@ class InputOptions:
             "Split of a Hugging Face dataset.",
             aliases=("hf-split",),
             default_text="train, else the first",
-            topic="Input files and datasets",
+            topic=_FILES,
         ),
     ] = None
     dataset_prompt_column: Annotated[
@@ -193,19 +194,19 @@ class InputOptions:
             "dataset-prompt-column",
             "Column with the prompt of a Hugging Face dataset.",
             default_text="the first of prompt, question, instruction, text, …",
-            topic="Input files and datasets",
+            topic=_FILES,
         ),
     ] = None
     dataset_system_column: Annotated[
         str | None,
-        Flag("dataset-system-column", "Column with the system prompt.", topic="Input files and datasets"),
+        Flag("dataset-system-column", "Column with the system prompt.", topic=_FILES),
     ] = None
     dataset_output_column: Annotated[
         str | None,
         Flag(
             "dataset-output-column",
             "Column with the expected output; its length in tokens is the requested output length.",
-            topic="Input files and datasets",
+            topic=_FILES,
         ),
     ] = None
     sampling_strategy: Annotated[
@@ -214,7 +215,7 @@ class InputOptions:
             "dataset-sampling-strategy",
             "Order of the entries of a file or dataset; shuffle takes each once, random with repetition.",
             choice("sequential", "shuffle", "random"),
-            topic="Input files and datasets",
+            topic=_FILES,
         ),
     ] = "sequential"
     replay_speedup: Annotated[
@@ -223,7 +224,7 @@ class InputOptions:
             "replay-speedup",
             "Divide the timestamps and delays of a trace by this factor.",
             number(1e-6),
-            topic="Input files and datasets",
+            topic=_FILES,
         ),
     ] = 1.0
     schedule_start_ms: Annotated[
@@ -232,7 +233,7 @@ class InputOptions:
             "fixed-schedule-start-offset",
             "Skip requests of a trace before this timestamp, in milliseconds.",
             _AMOUNT,
-            topic="Input files and datasets",
+            topic=_FILES,
         ),
     ] = None
     schedule_end_ms: Annotated[
@@ -241,7 +242,7 @@ class InputOptions:
             "fixed-schedule-end-offset",
             "Skip requests of a trace after this timestamp, in milliseconds.",
             _AMOUNT,
-            topic="Input files and datasets",
+            topic=_FILES,
         ),
     ] = None
     trace_block_size: Annotated[
@@ -251,7 +252,7 @@ class InputOptions:
             "Tokens of the block that a hash id of a trace stands for.",
             _COUNT,
             aliases=("isl-block-size",),
-            topic="Input files and datasets",
+            topic=_FILES,
         ),
     ] = 512
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -104,6 +104,18 @@ def length_mix(options: InputOptions) -> LengthMix:
     if options.output_tokens_mean is not None:
         output = Lengths(options.output_tokens_mean, options.output_tokens_stddev, options.random_range_ratio)
     return single_mix(input_lengths(options), output)
+
+
+def gives_output_length(options: InputOptions) -> bool:
+    """Whether the options give an output length for requests of files and datasets."""
+    return options.output_tokens_mean is not None or options.seq_dist is not None
+
+
+def with_output_length(request: PerfRequest, output: int | None, options: InputOptions) -> PerfRequest:
+    """Return the request with an output length."""
+    return replace(
+        request, max_tokens=output, min_tokens=output if options.output_tokens_deterministic else None
+    )
 
 
 def system_prompt(options: InputOptions, text: SyntheticText) -> str:

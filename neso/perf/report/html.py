@@ -10,7 +10,8 @@ from pathlib import Path
 
 from neso import __version__
 from neso.perf.console import STATISTICS, load_text, number
-from neso.perf.metrics import METRICS, Measurement, endpoint_setting
+from neso.perf.measurement import Measurement, endpoint_setting
+from neso.perf.metrics import METRICS
 from neso.perf.report.charts import STYLE, Drawable
 from neso.perf.report.plots import run_charts, sweep_charts
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from neso.perf.metrics import Measurement, metric_named
+from neso.perf.measurement import Measurement
+from neso.perf.metrics import metric_named
 from neso.perf.report.charts import Chart, Drawable, HeatMap, Limit, Series, short
 from neso.perf.statistics import Array
 
