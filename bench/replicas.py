@@ -2,10 +2,14 @@
 
 - tokens per second of one engine with two threads and of two engines with one thread each, behind one name: the same
   checkpoint and the same load, in turns. The ratio is two engines divided by one engine.
-- two engines, requests that share prefixes: Neso's choice of the engine against round robin. An engine has room for
-  five eighths of the prefixes in its KV cache. The ratio is the TTFT of round robin divided by that of Neso's choice.
+- two engines, Neso's choice of the engine against round robin, the same requests in turns. The KV cache of an engine
+  has room for five eighths of the prefixes, so both caches together have room for all. The ratio is the TTFT of round
+  robin divided by that of Neso's choice, in the same round.
+    prefixes       each prompt has one of the prefixes and 32 tokens of its own
+    conversations  as many conversations as prefixes, of four turns; a turn adds a quarter of a prefix
+    nothing        prompts of 32 to 512 tokens without a common prefix
 
-usage: python bench/replicas.py [--model s] [--rounds 3] [--requests 32] [--prefixes 8] [--prefix 512]
+usage: python bench/replicas.py [--model s] [--rounds 3] [--requests 96] [--prefixes 8] [--prefix 512]
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import random
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint import SHAPES, write_checkpoint
@@ -26,7 +32,7 @@ from neso_server import served
 from smoke import parse_arguments
 
 from neso.engine.client.engine_group import EngineGroup
-from neso.engine.client.engine_load import EngineLoad, GroupRequest, cheapest
+from neso.engine.client.engine_load import EngineLoad, GroupRequest, LeastCost
 from neso.engine.config import EngineConfig
 from neso.generation import GenerationRequest, SamplingParams
 
@@ -36,13 +42,14 @@ BLOCK = 16
 """Tokens of a block of the KV cache."""
 SUFFIX, OUTPUT = 32, 8
 """Tokens of a request with a shared prefix."""
+TURNS = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="s", choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=32, help="requests of a round")
+    parser.add_argument("--requests", type=int, default=96, help="requests of a round")
     parser.add_argument("--prefixes", type=int, default=8, help="number of different prefixes")
     parser.add_argument("--prefix", type=int, default=512, help="tokens of a prefix")
     options = parse_arguments(parser, model="tiny", rounds=1, requests=8, prefixes=2, prefix=128)
@@ -51,8 +58,7 @@ def main() -> None:
         write_checkpoint(checkpoint, options.model)
         vocabulary = SHAPES[options.model]["vocab"]
         compare_throughput(checkpoint, vocabulary, options.rounds, options.requests)
-        prompts = shared_prompts(options.requests, options.prefixes, options.prefix, vocabulary)
-        asyncio.run(compare_choices(checkpoint, prompts, options.prefixes * options.prefix, options.rounds))
+        asyncio.run(compare_choices(checkpoint, vocabulary, options))
 
 
 def compare_throughput(checkpoint: Path, vocabulary: int, rounds: int, requests: int) -> None:
@@ -82,62 +88,93 @@ def round_robin() -> Choice:
     return lambda _, engines: engines[next(turns) % len(engines)]
 
 
-def shared_prompts(count: int, prefixes: int, length: int, vocabulary: int) -> list[list[int]]:
-    """Return prompts, each of one of the prefixes and its own suffix, in random order."""
+@dataclass(slots=True)
+class Conversation:
+    """The tokens so far, and the tokens that the user adds in each of the next turns."""
+
+    context: list[int]
+    turns: list[list[int]]
+
+
+def workloads(requests: int, prefixes: int, prefix: int, vocabulary: int) -> dict[str, list[Conversation]]:
     rng = random.Random(0)
 
     def tokens(number: int) -> list[int]:
         return [rng.randrange(6, vocabulary) for _ in range(number)]
 
-    beginnings = [tokens(length) for _ in range(prefixes)]
-    prompts = [beginnings[i % prefixes] + tokens(SUFFIX) for i in range(count)]
-    rng.shuffle(prompts)
-    return prompts
+    beginnings = [tokens(prefix) for _ in range(prefixes)]
+    shared = [Conversation(beginnings[i % prefixes], [tokens(SUFFIX)]) for i in range(requests)]
+    rng.shuffle(shared)
+    turn = prefix // TURNS - OUTPUT
+    conversations = [
+        Conversation([], [tokens(turn) for _ in range(TURNS)]) for _ in range(max(requests // TURNS, 1))
+    ]
+    lengths = [SUFFIX, prefix // 8, prefix // 2, prefix]
+    alone = [Conversation([], [tokens(rng.choice(lengths))]) for _ in range(requests)]
+    return {"prefixes": shared, "conversations": conversations, "nothing": alone}
 
 
-async def compare_choices(
-    checkpoint: Path, prompts: list[list[int]], prefix_tokens: int, rounds: int
-) -> None:
-    """Print hit rate and TTFT of both choices; each round starts with empty caches."""
+async def compare_choices(checkpoint: Path, vocabulary: int, options: argparse.Namespace) -> None:
+    """Print hit rate and TTFT of both choices; each measurement starts with empty caches."""
     slots = CONCURRENCY // 2
-    num_tokens = max(prefix_tokens * 5 // 8, len(prompts[0])) + slots * (SUFFIX + OUTPUT + BLOCK)
+    num_tokens = options.prefixes * options.prefix * 5 // 8 + slots * (SUFFIX + OUTPUT + BLOCK)
+    max_model_len = options.prefix + SUFFIX + OUTPUT
     config = EngineConfig.from_options(
         str(checkpoint),
         {
             "num_threads": 1,
             "max_num_seqs": slots,
             "block_size": BLOCK,
-            "num_blocks": -(-num_tokens // BLOCK),
-            "max_model_len": len(prompts[0]) + OUTPUT,
+            "num_blocks": -(-max(num_tokens, max_model_len) // BLOCK),
+            "max_model_len": max_model_len,
         },
     )
-    found: dict[str, list[tuple[float, float]]] = {"round robin": [], "least work": []}
-    for _ in range(rounds):
-        for name, results in found.items():
-            results.append(
-                await measure(config, prompts, round_robin() if name == "round robin" else cheapest)
-            )
-    print(f"\n{'choice':12} {'prefix hits':>12} {'mean TTFT ms':>13}")
-    for name, results in found.items():
-        hits, seconds = (statistics.median(column) for column in zip(*results, strict=True))
-        print(f"{name:12} {hits:12.1%} {seconds * 1e3:13.1f}")
-    pairs = zip(found["round robin"], found["least work"], strict=True)
-    print(f"TTFT ratio {statistics.median(base[1] / own[1] for base, own in pairs):.2f}")
+    print(
+        f"\n{'case':14} {'hits: round robin':>18} {'Neso':>6} {'TTFT ms: round robin':>21} {'Neso':>7} {'ratio':>6}"
+    )
+    for case, work in workloads(options.requests, options.prefixes, options.prefix, vocabulary).items():
+        found: list[list[tuple[float, float]]] = [[], []]
+        for number in range(options.rounds):
+            for i in (0, 1) if number % 2 == 0 else (1, 0):
+                choose = LeastCost() if i else round_robin()
+                found[i].append(await measure(config, work, options.prefixes, choose))
+        columns = [[statistics.median(column) for column in zip(*results, strict=True)] for results in found]
+        (base_hits, base_ttft), (hits, ttft) = columns
+        ratio = statistics.median(base[1] / own[1] for base, own in zip(*found, strict=True))
+        print(
+            f"{case:14} {base_hits:18.1%} {hits:6.1%} {base_ttft * 1e3:21.1f} {ttft * 1e3:7.1f} {ratio:6.2f}",
+            flush=True,
+        )
 
 
-async def measure(config: EngineConfig, prompts: list[list[int]], choose: Choice) -> tuple[float, float]:
-    """Return the share of the prompt tokens found in prefix caches, and the mean seconds to the first token."""
+async def measure(
+    config: EngineConfig, work: list[Conversation], most_open: int, choose: Choice
+) -> tuple[float, float]:
+    """Return the share of the prompt tokens found in prefix caches, and the mean seconds to the first token.
+
+    `most_open`: number of conversations that take turns; the next one begins when one has ended.
+    """
     group = await EngineGroup.start(config, 2)
     group.choose = choose
-    waiting, times = iter(prompts), []
+    waiting = deque(Conversation(list(c.context), list(c.turns)) for c in work)
+    current = deque(waiting.popleft() for _ in range(min(most_open, len(waiting))))
+    times = []
 
     async def client() -> None:
-        for prompt in waiting:
+        while current:
+            conversation = current.popleft()
+            conversation.context += conversation.turns.pop(0)
             started, first = time.perf_counter(), 0.0
             params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
-            async for _ in group.generate(GenerationRequest(prompt, params)):
+            async for output in group.generate(GenerationRequest(list(conversation.context), params)):
                 first = first or time.perf_counter() - started
+                for delta in output.deltas:
+                    conversation.context += delta.token_ids
             times.append(first)
+            if conversation.turns:
+                current.append(conversation)
+            elif waiting:
+                current.append(waiting.popleft())
 
     try:
         # As many clients as slots of one engine: each engine always has a free slot.

@@ -13,7 +13,7 @@ import msgspec
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.async_requests import AsyncRequests
 from neso.engine.client.engine_client import Deliver, Output, load_engine_tokenizer
-from neso.engine.client.engine_load import EngineLoad, GroupRequest, cheapest
+from neso.engine.client.engine_load import EngineLoad, GroupRequest, LeastCost
 from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.client.prefix_estimate import PrefixEstimate, PrefixKeys
 from neso.engine.config import EngineConfig
@@ -51,7 +51,7 @@ class EngineGroup(AsyncRequests):
 
     def __init__(self, engines: Sequence[AsyncEngine], config: EngineConfig) -> None:
         self.engines = tuple(engines)
-        self.choose: Callable[[GroupRequest, Sequence[EngineLoad]], EngineLoad] = cheapest
+        self.choose: Callable[[GroupRequest, Sequence[EngineLoad]], EngineLoad] = LeastCost()
         self._loads = [
             EngineLoad(number, engine, PrefixEstimate(engine.info.num_blocks))
             for number, engine in enumerate(engines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,10 +13,16 @@ from neso.engine.client.prefix_estimate import PrefixEstimate, PrefixKeys
 from neso.engine.core.sequence import Sequence as QueuedSequence
 from neso.generation import LoraRequest
 
+UNCACHED_COST = 2
+"""A prompt token that the engine has to compute for the request counts twice in the comparison of engines.
+
+It takes time now, and its KV cache evicts another prefix, which is computed again later.
+"""
 SEQUENCE_COST = 32
 """A sequence in flight counts as this many prompt tokens in the comparison of engines."""
 ADAPTER_COST = 64
 """An adapter that an engine does not run at present counts as this many prompt tokens."""
+_MAX_PREFIXES = 10_000
 
 
 @dataclass(slots=True, eq=False)
@@ -76,12 +82,43 @@ class EngineLoad:
 
     def cost(self, request: GroupRequest) -> int:
         """Return the work in front of the request and its own, in prompt tokens."""
-        cost = self.uncached_tokens(request) + self.num_prefill_tokens + SEQUENCE_COST * self.num_sequences
+        cost = UNCACHED_COST * self.uncached_tokens(request) + self.num_prefill_tokens
+        cost += SEQUENCE_COST * self.num_sequences
         if request.lora is not None and request.lora.name not in self.adapters:
             cost += ADAPTER_COST
         return cost
 
 
-def cheapest(request: GroupRequest, engines: Sequence[EngineLoad]) -> EngineLoad:
-    """Choose the engine with the least work: cached prefixes of the prompt reduce it, other requests add to it."""
-    return min(engines, key=lambda engine: engine.cost(request))
+class LeastCost:
+    """Chooses the engine with the least cost: cached prefixes of the prompt reduce it, other requests add to it.
+
+    A prefix that most requests share would keep them all on one engine, if computing it again costs more than the
+    difference between the engines. The differences are therefore summed up per prefix; when the sum reaches the cost of
+    computing the prefix, the next request computes it on the engine with the fewest sequences. While the engine of a
+    prefix is now more and now less busy than the others, the sum stays small.
+    """
+
+    def __init__(self) -> None:
+        self._extra_work: OrderedDict[int, int] = OrderedDict()
+        """By the key of the first block that the other engine does not hold: work in front of requests beyond that of
+        the other engine."""
+
+    def __call__(self, request: GroupRequest, engines: Sequence[EngineLoad]) -> EngineLoad:
+        best = min(engines, key=lambda engine: engine.cost(request))
+        others = [engine for engine in engines if engine is not best]
+        if not others or request.keys is None:
+            return best
+        other = min(others, key=lambda engine: engine.num_sequences)
+        keys = request.keys.keys
+        held, held_by_other = best.prefixes.match(keys), other.prefixes.match(keys)
+        if held <= held_by_other:
+            return best
+        key = keys[held_by_other]
+        extra = self._extra_work.pop(key, 0) + SEQUENCE_COST * (best.num_sequences - other.num_sequences)
+        if extra > UNCACHED_COST * (held - held_by_other) * best.engine.info.block_size:
+            return other
+        if extra > 0:
+            self._extra_work[key] = extra
+            if len(self._extra_work) > _MAX_PREFIXES:
+                self._extra_work.popitem(last=False)
+        return best

@@ -152,12 +152,14 @@ async def test_request_goes_to_the_engine_with_most_of_its_blocks():
 
 async def test_much_busier_engine_is_avoided_despite_its_prefix():
     client = Client()
-    shared = prompt(1, 64)
+    shared = prompt(1, 48)
     client.submit("a", shared)
     client.submit("b", [*shared, 1])
-    assert client.engine_of("b") == 1, "the first prefill is still ahead of it in engine 0"
-    client.finish("a")
-    client.finish("b")
+    assert client.engine_of("b") == 0, "it waits for the prefill of its prefix in engine 0"
+    client.submit("c", [*shared, 1])
+    assert client.engine_of("c") == 1, "with two requests in front of it, engine 1 is faster"
+    for name in "abc":
+        client.finish(name)
     names = [f"r{number}" for number in range(6)]
     for name in names:
         client.submit(name, [*shared, len(name)])
