@@ -11,6 +11,7 @@ from neso.server.tensor import Tensor
 if TYPE_CHECKING:
     from neso.generation import GenerationRequest, PoolingRequest
     from neso.server.backlog import Backlog
+    from neso.server.shared_memory.regions import SharedMemoryWindow
     from neso.server.tracing import TraceParent
 
 ParameterValue = bool | int | float | str
@@ -25,6 +26,7 @@ class InferenceRequest:
     - parameters: client parameters without a field of this class
     - timeout_us: 0 for none
     - cacheable: False if the inputs can change after submission (inputs in shared memory)
+    - shared_inputs: the shared memory of inputs; keeps its regions until the request has ended
     - classification: output name to the number of top classes to return instead of the tensor
     - trace: the trace or model execution of this request; None if not traced
     - payload: None for a request with tensors
@@ -48,6 +50,7 @@ class InferenceRequest:
     sequence_start: bool = False
     sequence_end: bool = False
     cacheable: bool = True
+    shared_inputs: tuple[SharedMemoryWindow, ...] = ()
     classification: dict[str, int] = field(default_factory=dict)
     trace: TraceParent | None = None
     payload: GenerationRequest | PoolingRequest | None = None
@@ -70,8 +73,12 @@ class InferenceRequest:
         return callbacks
 
     def ended(self) -> None:
-        """Drop the callbacks after the final response: they would keep reference cycles that contain tensors alive."""
+        """Drop the callbacks after the final response: they would keep reference cycles that contain tensors alive.
+
+        Also drop `shared_inputs`: a backend can keep the request until its next execution.
+        """
         self._cancel_callbacks.clear()
+        self.shared_inputs = ()
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Call `callback` on the core's loop when the request is cancelled; immediately if it already is."""

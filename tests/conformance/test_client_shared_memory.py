@@ -125,6 +125,10 @@ def region_outputs(module: Any, size: int = 512) -> list[Any]:
 def check_outputs(memory: Any, result: Any) -> None:
     assert shm.get_contents_as_numpy(memory, np.float32, [4], 4096).tolist() == [0, 2, 4, 6]
     assert shm.get_contents_as_numpy(memory, np.object_, [3], 6000).tolist() == STRINGS.tolist()
+    check_parameters(result)
+
+
+def check_parameters(result: Any) -> None:
     parameters = [parameters_of(result.get_output(name)) for name in ("Y", "T")]
     assert parameters == [
         {"shared_memory_region": "region", "shared_memory_offset": 4096, "shared_memory_byte_size": 16},
@@ -186,6 +190,8 @@ def test_inputs_and_outputs_in_shared_memory(triton, module, memory):
         result = triton.infer("double", region_inputs(module), outputs=region_outputs(module))
         check_outputs(memory, result)
         memory._mpsm_handle.buf[4096:SIZE] = bytes(SIZE - 4096)
+    triton.unregister_system_shared_memory("region")
+    assert status_of(triton) == []
 
 
 def test_only_inputs(triton, module, memory):
@@ -299,8 +305,8 @@ async def test_with_the_asyncio_clients(protocol, aio, process, memory):
 
 
 @pytest.mark.parametrize(("protocol", "aio"), [("http", http_aio), ("grpc", grpc_aio)])
-async def test_unregistered_region_stays_mapped_until_its_requests_end(
-    protocol, aio, process, memory, repository
+async def test_unregistered_region_is_known_until_its_requests_end(
+    protocol, aio, module, triton, process, memory, repository
 ):
     folder = repository / "double" / "1"
     for name in ("begun", "go"):
@@ -309,15 +315,31 @@ async def test_unregistered_region_stays_mapped_until_its_requests_end(
     shm.set_shared_memory_region(memory, [numbers])
     async with aio.InferenceServerClient(process.address(protocol)) as client:
         await client.register_system_shared_memory("region", key(memory), SIZE)
-        response = asyncio.ensure_future(
-            client.infer("double", region_inputs(aio), outputs=region_outputs(aio))
-        )
+        await client.register_system_shared_memory("other", key(memory), SIZE)
+        responses = [
+            asyncio.ensure_future(client.infer("double", region_inputs(aio), outputs=region_outputs(aio)))
+        ]
         await until((folder / "begun").exists)
-        await client.unregister_system_shared_memory("region")
+        await client.unregister_system_shared_memory()
+        assert [region["name"] for region in status_of(triton)] == ["region"]
+        message = "Unable to find shared memory region: 'other'"
+        with refused(protocol, message, "404", "NOT_FOUND"):
+            await client.infer("double", region_inputs(aio, "other"))
+        # a request that begins now can use the region
+        responses.append(
+            asyncio.ensure_future(client.infer("double", region_inputs(aio), outputs=region_outputs(aio)))
+        )
+        await until(
+            lambda: process.metrics()['nv_inference_pending_request_count{model="double",version="1"}'] == 1
+        )
         (folder / "go").touch()
-        await response
+        for response in responses:
+            check_parameters(await response)
     assert shm.get_contents_as_numpy(memory, np.float32, [4], 4096).tolist() == [120, 2, 2, 2]
     assert shm.get_contents_as_numpy(memory, np.object_, [3], 6000).tolist() == STRINGS.tolist()
+    assert status_of(triton) == []
+    with refused(protocol, "Unable to find shared memory region: 'region'", "404", "NOT_FOUND"):
+        triton.infer("double", region_inputs(module))
 
 
 def test_large_tensors(triton, module, protocol):

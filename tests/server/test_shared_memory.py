@@ -188,6 +188,49 @@ def test_a_region_stays_mapped_while_it_is_used(manager, memory):
     assert is_mapped(memory) == 0
 
 
+def test_a_region_in_use_is_unregistered_when_its_windows_end(manager, memory):
+    manager.register("a", key(memory), 0, 64)
+    manager.register("b", key(memory), 0, 64)
+    first = manager.window("a", 0, 4)
+    manager.unregister()
+    assert [region.name for region in manager.status()] == ["a"] and manager.status("a")
+    second = manager.window("a", 8, 4)
+    manager.unregister("a")
+    del first
+    assert [region.name for region in manager.status()] == ["a"]
+    del second
+    assert manager.status() == [] and is_mapped(memory) == 0
+    with refused(ErrorCode.NOT_FOUND, "Unable to find shared memory region: 'a'"):
+        manager.window("a", 0, 4)
+
+
+def test_the_name_of_a_region_in_use_can_be_registered_again(manager, memory):
+    manager.register("a", key(memory), 0, 64)
+    old = manager.window("a", 0, 4)
+    manager.unregister("a")
+    manager.register("a", key(memory), 64, 32)
+    assert [region.offset for region in manager.status()] == [64]
+    memory.buf[64:68] = np.float32(3.5).tobytes()
+    assert manager.window("a", 0, 4).read("X", DataType.FP32, (1,)).array[0] == 3.5
+    old.write(Tensor.from_numpy("Y", np.array([2.5], np.float32)))
+    assert memory.buf[:4] == np.float32(2.5).tobytes()
+
+
+def test_regions_follow_those_of_another_process(manager, memory):
+    other = SharedMemory(enabled=True)
+    other.register("a", key(memory), 0, 64)
+    manager.follow(other.registrations)
+    window = manager.window("a", 0, 4)
+    other.unregister("a")
+    manager.follow(other.registrations)
+    assert [region.name for region in manager.status()] == ["a"] and manager.registrations == {}
+    other.register("a", key(memory), 128, 64)
+    manager.follow(other.registrations)
+    assert [region.offset for region in manager.status()] == [128]
+    del window
+    assert [region.offset for region in manager.status()] == [128]
+
+
 def test_cuda_regions_are_rejected_without_a_gpu(manager, monkeypatch):
     monkeypatch.setattr(CudaDriver, "load", lambda: None)
     assert manager.cuda_status() == []

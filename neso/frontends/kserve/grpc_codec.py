@@ -115,7 +115,9 @@ def read_infer_request(
         read_outputs(message, request, output, shared_memory)
     shared = read_shared_inputs(message, shared_memory)
     request.inputs = read_inputs(message, infer.raw_inputs, shared)
-    request.cacheable = not shared
+    if shared:
+        request.cacheable = False
+        request.shared_inputs = tuple(shared.values())
     return request, output
 
 

@@ -186,6 +186,7 @@ def _read_inputs(
         if (shared := _read_shared(name, parameters, shared_memory)) is not None:
             inference.inputs[name] = shared.read(name, datatype, shape, inference.model_name)
             inference.cacheable = False
+            inference.shared_inputs += (shared,)
             continue
         size = read_unsigned("binary_data_size", parameters["binary_data_size"])
         inference.inputs[name] = _read_binary(name, datatype, shape, size, binary[offset:], inference)

@@ -8,7 +8,8 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class Region(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedMemoryWindow:
-    """Part of a region that holds one tensor. Keeps the region mapped."""
+    """Part of a region that holds one tensor. Keeps the region mapped, and known by its name if it is unregistered."""
 
     region: Region
     offset: int
@@ -76,7 +77,7 @@ class SharedMemoryWindow:
 _DIRECTORY = "/dev/shm"  # directory of shm_open on Linux
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SharedMemoryRegion:
     """A registered region: `byte_size` bytes at `offset` of the POSIX shared-memory object `key`.
 
@@ -150,6 +151,41 @@ Registration = tuple[str, tuple[str, Any, int, int]]
 """Method of `SharedMemory` and arguments that have registered a region."""
 
 
+R = TypeVar("R", bound=Region)
+
+
+class _RegionTable(Generic[R]):
+    """Regions of one kind by name.
+
+    As in Triton, a removed region that requests use stays known until they have ended: it is listed, and later requests
+    can use it. The weak references end with the last window. Unlike in Triton, its name can be registered again.
+    """
+
+    def __init__(self) -> None:
+        self.registered: dict[str, R] = {}
+        self._in_use: WeakValueDictionary[str, R] = WeakValueDictionary()  # removed, but used by requests
+
+    def get(self, name: str) -> R | None:
+        return self.registered.get(name) or self._in_use.get(name)
+
+    def list(self) -> list[R]:
+        return [*self.registered.values(), *self._in_use.values()]
+
+    def add(self, region: R) -> None:
+        self._in_use.pop(region.name, None)
+        self.registered[region.name] = region
+
+    def remove(self, name: str = "") -> None:
+        """Remove the region of a name, if it exists, or all."""
+        for one in [name] if name else list(self.registered):
+            if (region := self.registered.pop(one, None)) is not None:
+                self._in_use[one] = region
+
+    def clear(self) -> None:
+        self.registered.clear()
+        self._in_use.clear()
+
+
 class SharedMemory:
     """Registered regions by name: system and, with a GPU, CUDA shared memory.
 
@@ -159,14 +195,15 @@ class SharedMemory:
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
-        self._regions: dict[str, SharedMemoryRegion] = {}
-        self._cuda_regions: dict[str, CudaRegion] = {}
+        self._system: _RegionTable[SharedMemoryRegion] = _RegionTable()
+        self._cuda: _RegionTable[CudaRegion] = _RegionTable()
         self._registrations: dict[str, Registration] = {}
 
     @property
     def registrations(self) -> dict[str, Registration]:
         """How the regions were registered, by name."""
-        return {name: self._registrations[name] for name in (*self._regions, *self._cuda_regions)}
+        names = (*self._system.registered, *self._cuda.registered)
+        return {name: self._registrations[name] for name in names}
 
     def check_enabled(self) -> None:
         """Raise `Unsupported` if shared memory is disabled for clients."""
@@ -177,8 +214,8 @@ class SharedMemory:
 
     def close(self) -> None:
         """Remove all regions when the server stops."""
-        self._regions.clear()
-        self._cuda_regions.clear()
+        self._system.clear()
+        self._cuda.clear()
 
     @cached_property
     def cuda(self) -> CudaDriver | None:
@@ -189,10 +226,10 @@ class SharedMemory:
         """Return the region of a name, or all regions. Raises `NotFound`."""
         self.check_enabled()
         if not name:
-            return list(self._regions.values())
-        if name not in self._regions:
+            return self._system.list()
+        if (region := self._system.get(name)) is None:
             raise NotFound(f"Unable to find system shared memory region: '{name}'")
-        return [self._regions[name]]
+        return [region]
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Map `byte_size` bytes at `offset` of the shm_open object `key`. Raises `ServerError`."""
@@ -200,21 +237,18 @@ class SharedMemory:
         self._check_free(name)
         if not key.strip("/"):
             raise InvalidArgument(f"cannot register shared memory region '{name}' - invalid shm key '{key}'")
-        self._regions[name] = SharedMemoryRegion.open(name, key, offset, byte_size)
+        self._system.add(SharedMemoryRegion.open(name, key, offset, byte_size))
         self._registrations[name] = "register", (name, key, offset, byte_size)
 
     def unregister(self, name: str = "") -> None:
-        """Remove the region of a name, if it exists, or all. Requests in flight keep their regions mapped."""
+        """Remove the region of a name, if it exists, or all. A region in use is removed when its requests have ended."""
         self.check_enabled()
-        if name:
-            self._regions.pop(name, None)
-        else:
-            self._regions.clear()
+        self._system.remove(name)
 
     def window(self, name: str, offset: int, byte_size: int) -> SharedMemoryWindow:
         """Return a window of a region. Raises `NotFound`, `InvalidArgument` if out of range."""
         self.check_enabled()
-        region = self._regions.get(name) or self._cuda_regions.get(name)
+        region = self._system.get(name) or self._cuda.get(name)
         if region is None:
             raise NotFound(f"Unable to find shared memory region: '{name}'")
         region.check(offset, byte_size)
@@ -224,10 +258,10 @@ class SharedMemory:
         """Return the region of a name, or all regions. Raises `NotFound`."""
         self.check_enabled()
         if not name:
-            return list(self._cuda_regions.values())
-        if name not in self._cuda_regions:
+            return self._cuda.list()
+        if (region := self._cuda.get(name)) is None:
             raise NotFound(f"Unable to find cuda shared memory region: '{name}'")
-        return [self._cuda_regions[name]]
+        return [region]
 
     def register_cuda(self, name: str, handle: bytes, device_id: int, byte_size: int) -> None:
         """Map GPU memory by an IPC handle of another process. Raises `ServerError`."""
@@ -237,27 +271,24 @@ class SharedMemory:
                 f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
             )
         self._check_free(name)
-        self._cuda_regions[name] = CudaRegion.open(name, self.cuda, handle, device_id, byte_size)
+        self._cuda.add(CudaRegion.open(name, self.cuda, handle, device_id, byte_size))
         self._registrations[name] = "register_cuda", (name, handle, device_id, byte_size)
 
     def unregister_cuda(self, name: str = "") -> None:
-        """Remove the region of a name, if it exists, or all. Requests in flight keep their regions mapped."""
+        """Remove the region of a name, if it exists, or all. A region in use is removed when its requests have ended."""
         self.check_enabled()
-        if name:
-            self._cuda_regions.pop(name, None)
-        else:
-            self._cuda_regions.clear()
+        self._cuda.remove(name)
 
     def follow(self, registrations: Mapping[str, Registration]) -> None:
         """Register and remove regions so that they are those of another process. Raises `ServerError`."""
         for name, known in self.registrations.items():
             if registrations.get(name) != known:
-                self._regions.pop(name, None)
-                self._cuda_regions.pop(name, None)
+                self._system.remove(name)
+                self._cuda.remove(name)
         for name, (method, arguments) in registrations.items():
             if name not in self.registrations:
                 getattr(self, method)(*arguments)
 
     def _check_free(self, name: str) -> None:
-        if name in self._regions or name in self._cuda_regions:
+        if name in self.registrations:
             raise AlreadyExists(f"shared memory region '{name}' already in manager")
