@@ -241,7 +241,7 @@ class SharedMemory:
         self._registrations[name] = "register", (name, key, offset, byte_size)
 
     def unregister(self, name: str = "") -> None:
-        """Remove the region of a name, if it exists, or all. A region in use is removed when its requests have ended."""
+        """Remove the region of a name, if it exists, or all. A region in use goes when its requests have ended."""
         self.check_enabled()
         self._system.remove(name)
 
@@ -275,7 +275,7 @@ class SharedMemory:
         self._registrations[name] = "register_cuda", (name, handle, device_id, byte_size)
 
     def unregister_cuda(self, name: str = "") -> None:
-        """Remove the region of a name, if it exists, or all. A region in use is removed when its requests have ended."""
+        """Remove the region of a name, if it exists, or all. A region in use goes when its requests have ended."""
         self.check_enabled()
         self._cuda.remove(name)
 
