@@ -1,4 +1,4 @@
-"""A free port for servers that cannot choose one themselves."""
+"""Free ports for servers that cannot choose one themselves."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ def free_port() -> int:
             except OSError:
                 continue
             return int(found.getsockname()[1])
+
+
+def free_ports(count: int) -> list[int]:
+    """Return different free ports."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)

@@ -7,6 +7,7 @@ import socket
 import grpc
 import pytest
 import trustme
+from free_port import free_port
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from neso.compat import tritonfrontend, tritonserver
@@ -78,9 +79,7 @@ def test_mutual_tls(server, tmp_path):
     certificate.cert_chain_pems[0].write_to_path(files["certificate"])
     certificate.private_key_pem.write_to_path(files["key"])
     authority.cert_pem.write_to_path(files["root"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = tritonfrontend.KServeGrpc.Options(
         address="127.0.0.1",
         port=port,

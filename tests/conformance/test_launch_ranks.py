@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -17,6 +16,7 @@ import orjson
 import psutil
 import pytest
 from eventually import wait_until
+from free_port import free_ports
 from layout_repository import ANSWER, PROMPT, init
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
@@ -66,14 +66,6 @@ class Launched:
 def listening(process: psutil.Process) -> set[int]:
     """Return the ports on which a process listens."""
     return {entry.laddr.port for entry in process.net_connections() if entry.status == psutil.CONN_LISTEN}
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [bound.getsockname()[1] for bound in sockets]
-    for bound in sockets:
-        bound.close()
-    return ports
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from eventually import wait_until
+from free_port import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 
@@ -187,15 +188,6 @@ class SlurmCluster:
             wait_until(holds)
         except AssertionError as error:
             raise AssertionError(f"{what} is not ready: {error}\n{self.logs()}") from None
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that are free now. They are bound at once, so that all are different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [bound.getsockname()[1] for bound in sockets]
-    for bound in sockets:
-        bound.close()
-    return ports
 
 
 def _find(name: str) -> str | None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 from eventually import wait_until
+from free_port import free_ports
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
 from require_mpi import requires_mpi  # noqa: E402
-from slurm_cluster import SlurmCluster, free_ports, missing  # noqa: E402
+from slurm_cluster import SlurmCluster, missing  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
