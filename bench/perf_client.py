@@ -5,8 +5,8 @@
 
 The server is bench/stub_server.py; each response streams 16 tokens. The tools run one after the other in each round.
 Prints medians: requests per second, CPU time of the tool per request and per token event, and its mean TTFT. The CPU
-time is the difference of two runs of different length, so that the start of a tool doesn't count. On a busy machine it
-is the more stable figure. With --url and --model it compares the figures that the tools report of any server.
+time is the difference of two runs of different length, which excludes the start of a tool. On a busy machine it is the
+most stable figure. With --url and --model, the tools measure another server.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STUB = Path(__file__).with_name("stub_server.py")
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run; `cpu_us`: per request, without the start of the tool."""
+    """Results of one run. `cpu_us`: CPU time of the tool per request, without its start."""
 
     requests_per_second: float
     cpu_us: float
@@ -52,7 +52,7 @@ class Load:
 
 
 Tool = Callable[[Load, int], tuple[float, float]]
-"""Sends so many requests; returns requests per second and mean TTFT in ms."""
+"""Sends a number of requests; returns requests per second and mean TTFT in ms."""
 
 
 def neso_perf(load: Load, requests: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""A server of the OpenAI API without a model, fast enough to measure load generators.
+"""An OpenAI-compatible server without a model, fast enough to measure load generators.
 
     python bench/stub_server.py PORT [--tokens 16] [--interval-ms 0] [--processes 1] [--seconds 0]
 
@@ -125,7 +125,7 @@ def _complete(kind: str, tokens: int, prompt_tokens: int) -> bytes:
 
 
 def serve(port: int, tokens: int = 16, interval_ms: float = 0.0, seconds: float = 0.0) -> None:
-    """Serve for so long, or with 0 until the process is killed."""
+    """Serve for `seconds`, or with 0 until the process is killed."""
 
     async def run() -> None:
         listener = socket.socket()

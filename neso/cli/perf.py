@@ -1,4 +1,4 @@
-"""`neso perf`: measure servers of language models."""
+"""`neso perf`: benchmark inference servers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     LoadArguments = tuple[EndpointOptions, LoadOptions, InputOptions, OutputOptions]
 
-SUMMARY = "Measure an inference server: make load on it, and report latencies and throughput."
+SUMMARY = "Benchmark an inference server: send load to it, and report latencies and throughput."
 ANALYZE_SUMMARY = "Find the best load of a server under objectives, or compare values of another parameter."
 TUNE_SUMMARY = (
-    "Serve a model with different engine settings on this machine, and find the best ones for a load."
+    "Serve a model with different engine settings on this machine, and find the best settings for a load."
 )
 _SEPARATED = {"--model": ",", "--model-names": ",", "--url": ",", "--goodput": None}
-"""Options with several values in one text, and what separates them; None is white space."""
+"""Options with several values in one argument, and their separator; None is white space."""
 
 Topics = dict[str, tuple[Flag, ...]]
 

@@ -21,7 +21,7 @@ SHORT_OPTIONS = {
     "-r": "--max-trials",
     "-v": "--verbose",
 }
-"""Short names that genai-perf, perf_analyzer and aiperf have."""
+"""Short names of options in genai-perf, perf_analyzer and aiperf."""
 
 _IGNORED = (
     Flag("async", "Asynchronous requests.", SWITCH, ignored="all requests are"),
@@ -35,7 +35,10 @@ _IGNORED = (
     Flag("measurement-mode", "Windows by time or count.", ignored="--measurement-request-count selects it"),
     Flag("url-strategy", "How requests select a URL.", ignored="they go to all URLs in turn"),
     Flag(
-        "tokenizer-trust-remote-code", "Run code of the tokenizer.", SWITCH, ignored="no code is downloaded"
+        "tokenizer-trust-remote-code",
+        "Run code of the tokenizer.",
+        SWITCH,
+        ignored="no code is downloaded or run",
     ),
     Flag("log-level", "Log level.", ignored="errors are printed, --verbose shows more statistics"),
     Flag("extra-verbose", "Log more.", SWITCH, ignored="see --verbose"),

@@ -1,1 +1,1 @@
-"""Load generator and reports for language-model servers. A client: it imports nothing of the server."""
+"""Load generator and reports for language-model servers. It is a client and imports nothing of the server."""

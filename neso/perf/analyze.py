@@ -1,4 +1,4 @@
-"""`neso perf analyze`: finds the best load, or compares values of another parameter."""
+"""`neso perf analyze`: find the best load, or compare values of another parameter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from neso.perf.search_options import AnalyzeOptions
 from neso.perf.trials import Goal, best_of, parse_goal, run_once, trial_folder
 
 _SATURATED = 1.05
-"""Growth of the goal by a doubled load below which throughput counts as saturated."""
+"""Throughput counts as saturated if doubling the load improves the goal by a smaller factor."""
 _BISECTIONS = 3
 _INPUT_FIELDS = {
     "input_sequence_length": "input_tokens_mean",
@@ -42,7 +42,7 @@ _INPUT_FIELDS = {
 
 @dataclass(frozen=True)
 class Analysis:
-    """All runs, in the order of their load, and the best one; None if no run meets the objectives."""
+    """All runs in the order of their load, and the best one, or None if no run meets the objectives."""
 
     goal: Goal
     runs: list[Measurement]
@@ -90,7 +90,7 @@ class _Stopped(Exception):
 
 
 class _Points:
-    """Runs at values of the sweep. The workers stay for all values of a load; other parameters need new ones."""
+    """Runs at values of the sweep. Values of the load share the workers; values of other parameters need new ones."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Compares runs, with bootstrap confidence intervals."""
+"""Comparison of runs, with bootstrap confidence intervals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMPARED = (
     ("input_sequence_length", "avg"),
 )
 _MIN_SAMPLES = 8
-"""Below so many values an interval would suggest a certainty that is not there."""
+"""Minimum number of values for a confidence interval."""
 
 
 @dataclass(frozen=True)

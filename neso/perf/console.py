@@ -29,7 +29,7 @@ _EARLY_ENDS = {
     "errors": "ended: every request failed",
     "worker": "ended: a worker process died",
 }
-"""Words for the stop reasons of incomplete runs."""
+"""Messages for the stop reasons of incomplete runs."""
 
 
 def number(value: float) -> str:
@@ -141,7 +141,7 @@ def _console() -> Console:
 
 
 class Progress:
-    """Live display of one run: a bar on a terminal, else a line every few seconds; nothing for `ui` none."""
+    """Display of a running load: a bar on a terminal, else a line every few seconds; nothing if `ui` is none."""
 
     def __init__(
         self, ui: str, load: dict[str, Any], requests: int | None = None, seconds: float | None = None

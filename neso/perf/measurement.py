@@ -29,7 +29,7 @@ class Measurement:
     def __init__(
         self, result: RunResult, *, tokenizer: Tokenizer | None = None, slos: Sequence[Slo] = ()
     ) -> None:
-        """`tokenizer` counts tokens of output texts, where the server does not report them, and as a check."""
+        """`tokenizer` counts the tokens of output texts if the server does not report them, or to check its counts."""
         self.result = result
         self.slos: tuple[Slo, ...] = tuple(slos)
         self._tokenizer = tokenizer
@@ -48,7 +48,7 @@ class Measurement:
 
     @cached_property
     def seconds(self) -> float:
-        """Duration: from the start of the first request to the last response."""
+        """Duration from the start of the first request to the last response."""
         return max((self.result.end_ns - self.result.start_ns) * 1e-9, 1e-9)
 
     @cached_property
@@ -210,7 +210,7 @@ class Measurement:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """What a reader of the figures must know."""
+        """Warnings for readers of the figures."""
         return [text for text in (_count_warning(self), _length_warning(self), _lag_warning(self)) if text]
 
 

@@ -235,7 +235,7 @@ METRICS: list[Metric] = [
     Metric("error_request_rate", "Failed Requests", "%", of_run=_error_rate),
     Metric("benchmark_duration", "Duration", "sec", of_run=lambda run: run.seconds),
 ]  # fmt: skip
-"""Definitions in the order of the reports. `register_metric` adds others."""
+"""Definitions, in the order of reports. `register_metric` adds to them."""
 
 
 def register_metric(metric: Metric) -> None:

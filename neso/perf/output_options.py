@@ -11,7 +11,7 @@ from neso.flags import SWITCH, Flag, choice, number
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What is measured beside the requests, and which files are written."""
+    """Metrics, telemetry, reports and files of a run."""
 
     artifact_dir: Annotated[
         Path,
@@ -51,7 +51,7 @@ class OutputOptions:
         bool,
         Flag(
             "export-raw",
-            "Also write the inputs and outputs of all requests, as perf_analyzer's profile_export.json.",
+            "Also write the timestamps and texts of all requests, like perf_analyzer's profile_export.json.",
             SWITCH,
         ),
     ] = False
@@ -66,22 +66,25 @@ class OutputOptions:
     slice_duration: Annotated[
         float,
         Flag(
-            "slice-duration", "Seconds of each slice of the timeline.", number(0.01), default_text="run / 60"
+            "slice-duration",
+            "Length of each slice of the timeline, in seconds.",
+            number(0.01),
+            default_text="run / 60",
         ),
     ] = 0.0
     server_metrics: Annotated[
         tuple[str, ...],
         Flag(
             "server-metrics",
-            "URL with the server's metrics in Prometheus format, read during the run.",
+            "URL of the server's metrics in Prometheus format, which are read during the run.",
             aliases=("server-metrics-url", "server-metrics-urls"),
-            default_text="/metrics of the server, and port 8002 beside port 8000 or 8001",
+            default_text="/metrics of the server, and port 8002 if its port is 8000 or 8001",
         ),
     ] = ()
     read_server_metrics: Annotated[
         bool,
         Flag(
-            "no-server-metrics", "Do not read metrics of the server.", SWITCH, convert=lambda given: not given
+            "no-server-metrics", "Do not read the server's metrics.", SWITCH, convert=lambda given: not given
         ),
     ] = True
     telemetry: Annotated[
@@ -95,7 +98,12 @@ class OutputOptions:
         ),
     ] = True
     telemetry_interval: Annotated[
-        float, Flag("telemetry-interval", "Seconds between two readings of metrics and use.", number(0.05))
+        float,
+        Flag(
+            "telemetry-interval",
+            "Seconds between two readings of server metrics and resource use.",
+            number(0.05),
+        ),
     ] = 1.0
     verbose: Annotated[bool, Flag("verbose", "Show all statistics on the console.", SWITCH)] = False
 

@@ -1,4 +1,4 @@
-"""`neso perf profile` as a function: all runs of a sweep, with their exports."""
+"""`neso perf profile`: run a sweep and write its exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured: a record for each request, kept compactly as columns.
+"""Records of requests, stored as columns.
 
 Times are nanoseconds of the machine's monotonic clock (`time.monotonic_ns`), which all processes share.
 `Records.epoch_offset_ns` converts them to Unix time.
@@ -61,7 +61,7 @@ class RequestRecord:
 
     - number: position in the order of sending over all workers; turns of a session have the number of the session
     - index: position in the input source
-    - intended_ns: when the load wanted it to start; start_ns: when its first byte was given to the socket
+    - intended_ns: start that the load plan intended; start_ns: when its first byte was written to the socket
     - connect_ns: time spent on opening a connection for it, between `intended_ns` and `start_ns`; 0 if reused
     - first_byte_ns: arrival of the first byte of the response; 0 without response
     - arrivals_ns: arrival of each event with output: text, reasoning, a tool call, or the complete response if it is
@@ -150,7 +150,7 @@ class Records:
 
     @classmethod
     def of(cls, records: Iterable[RequestRecord], epoch_offset: int | None = None) -> Records:
-        """Collect records. `epoch_offset`: by default that of now."""
+        """Return the columns of records. `epoch_offset`: by default the current one."""
         rows = list(records)
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row.arrivals_ns) for row in rows], out=offsets[1:])
@@ -273,10 +273,10 @@ class RunResult:
     - start_ns, end_ns: measured interval without warm-up, monotonic; end_ns is the last response
     - stop_reason: "requests", "duration", "schedule", "stable", "interrupted", "server" (it stopped answering),
       "errors" (every request failed with the same error), "worker" (a worker process died)
-    - errors: messages about the run as a whole, for example a server that died
+    - errors: messages about the whole run, for example that the server died
     - client: the client's own figures: "workers", "cpu_seconds", "cpu_us_per_request", "cpu_us_per_event",
       "max_loop_lag_ms"
-    - telemetry: what was measured beside the requests
+    - telemetry: server metrics, and CPU, memory and GPU use
     """
 
     records: Records

@@ -1,4 +1,4 @@
-"""What is sent: requests as the input sources yield them, before an endpoint turns them into wire bytes."""
+"""Requests as input sources yield them, before an endpoint encodes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PerfRequest:
     - payload: complete JSON body, sent unchanged except for the model and `stream`
 
     `system`: text of a system message before the user message.
-    `images`: URLs or data URIs, in order.
+    `images`: URLs or data URLs, in order.
     `model`, `adapter`: "" means that the client selects a model of its list (`--model-selection-strategy`).
     `input_tokens`: number of prompt tokens by the tokenizer of the source, if known.
     `max_tokens`, `min_tokens`: limits of the output in tokens; None leaves them to the server.
@@ -70,7 +70,7 @@ class InputSource(Protocol):
 
 
 def sessions_of(requests: Iterable[PerfRequest]) -> list[list[PerfRequest]]:
-    """Group requests into sessions; a request without session is a session of one turn."""
+    """Group requests into sessions. A request without a session becomes a session of one turn."""
     sessions: list[list[PerfRequest]] = []
     for request in requests:
         if request.session and sessions and sessions[-1][0].session == request.session:

@@ -20,7 +20,7 @@ SWEEPS = (
 
 @dataclass(frozen=True)
 class GoalOptions:
-    """What is to be best."""
+    """Objective of a search, and reuse of earlier runs."""
 
     objective: Annotated[
         str,
@@ -35,37 +35,42 @@ class GoalOptions:
         Flag("min-good-share", "Percentage of requests that must meet --goodput.", number(0)),
     ] = 95.0
     fresh: Annotated[
-        bool, Flag("fresh", "Measure again, also what an earlier search has in the artifact folder.", SWITCH)
+        bool,
+        Flag(
+            "fresh",
+            "Measure again instead of using the runs of an earlier search in the artifact folder.",
+            SWITCH,
+        ),
     ] = False
 
 
 @dataclass(frozen=True)
 class AnalyzeOptions(GoalOptions):
-    """What `neso perf analyze` varies."""
+    """Parameter and values of `neso perf analyze`."""
 
-    sweep_type: Annotated[str, Flag("sweep-type", "What varies.", choice(*SWEEPS))] = "concurrency"
+    sweep_type: Annotated[str, Flag("sweep-type", "Parameter to vary.", choice(*SWEEPS))] = "concurrency"
     sweep_list: Annotated[str, Flag("sweep-list", "Values, separated by commas.", metavar="N,N,…")] = ""
     sweep_range: Annotated[
         str,
         Flag(
             "sweep-range",
-            "Values MIN:MAX:STEP; without step powers of two.",
+            "Range of values; without STEP, each value is twice the one before it.",
             metavar="MIN:MAX[:STEP]",
-            default_text="a search: doubled until the objectives fail or throughput stops growing, then halved steps",
+            default_text="a search that doubles the load until objectives fail or throughput saturates, then bisects",
         ),
     ] = ""
-    max_load: Annotated[int, Flag("max-load", "Largest value of the search.", integer(1))] = 1024
+    max_load: Annotated[int, Flag("max-load", "Maximum load of the search.", integer(1))] = 1024
 
 
 @dataclass(frozen=True)
 class TuneOptions(GoalOptions):
-    """What `neso perf tune` varies."""
+    """Search space and limits of `neso perf tune`."""
 
     space: Annotated[
         tuple[str, ...],
         Flag(
             "space",
-            "NAME=V1,V2,…: values of an engine option to try, instead of the usual ones.",
+            "NAME=V1,V2,…: values of an engine option to try, instead of the default search space.",
             metavar="NAME=VALUES",
         ),
     ] = ()
@@ -73,10 +78,10 @@ class TuneOptions(GoalOptions):
         bool, Flag("allow-quantization", "Also try int8 and int4 weights, which change answers.", SWITCH)
     ] = False
     max_configurations: Annotated[
-        int, Flag("max-configurations", "Largest number of configurations to try.", integer(1))
+        int, Flag("max-configurations", "Maximum number of configurations to try.", integer(1))
     ] = 24
     max_minutes: Annotated[
-        float | None, Flag("max-minutes", "Start no trial after this time.", number(0.1))
+        float | None, Flag("max-minutes", "Time after which no trial starts, in minutes.", number(0.1))
     ] = None
     confirmations: Annotated[
         int,
@@ -85,5 +90,6 @@ class TuneOptions(GoalOptions):
         ),
     ] = 2
     serve_arguments: Annotated[
-        tuple[str, ...], Flag("serve-argument", "Argument of each `neso serve`.", metavar="ARGUMENT")
+        tuple[str, ...],
+        Flag("serve-argument", "Argument to add to each `neso serve` command.", metavar="ARGUMENT"),
     ] = ()

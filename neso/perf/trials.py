@@ -1,4 +1,4 @@
-"""Measured points of a search: their goal, and runs that an earlier search has left."""
+"""Trials of `neso perf analyze` and `tune`: the goal of a search, and reuse of earlier runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Goal:
 
     @property
     def text(self) -> str:
-        """The goal in words."""
+        """Description of the goal."""
         name = metric_named(self.metric).title
         text = f"{name} ({self.statistic})" if self.statistic != "avg" else name
         if not self.slos:
@@ -60,7 +60,7 @@ class Goal:
 
 
 def parse_goal(text: str, slos: tuple[Slo, ...], min_good_share: float, streaming: bool) -> Goal:
-    """Return the goal METRIC or METRIC:STATISTIC; "" is the usual one. Raises `PerfError`."""
+    """Parse METRIC or METRIC:STATISTIC; "" is the default goal. Raises `PerfError`."""
     if not text:
         text = "goodput" if slos else "output_token_throughput" if streaming else "request_throughput"
     name, _, statistic = text.partition(":")

@@ -1,8 +1,8 @@
-"""`neso perf tune`: finds the engine settings that serve a load best on this machine.
+"""`neso perf tune`: find the best engine settings for a load on this machine.
 
 A coordinate search: starting with the defaults, each option is varied alone, and a value is kept if the goal is better
-beyond the noise of the run. The best configuration is then compared with the default in further pairs of runs, and is
-recommended only if these confirm it.
+beyond the noise of the runs. Further pairs of runs then compare the best configuration with the default. It is
+recommended only if they confirm that it is better.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ USUAL_SPACE: dict[str, tuple[Any, ...]] = {
 }
 """Values that are tried by default, in this order; num_threads and quantization are added where they apply."""
 START_SECONDS = 600.0
-"""Time in which a server must become ready."""
+"""Maximum time until a server is ready."""
 _CONFIDENCE = 0.95
 _READY, _PORT = "Neso is ready", re.compile(r"^  http\s+(\d+)")
 
 
 @dataclass
 class Trial:
-    """A configuration with its run, or with the reason why it could not run."""
+    """A configuration with its run, or with the error if it could not run."""
 
     settings: Settings
     run: Measurement | None = None
@@ -70,13 +70,13 @@ class Trial:
 
     @property
     def text(self) -> str:
-        """The settings in words."""
+        """Description of the settings."""
         return ", ".join(f"{name}={value}" for name, value in self.settings.items()) or "defaults"
 
 
 @dataclass
 class TuneResult:
-    """What a search found. `ratio` compares the best configuration with the default, with its interval."""
+    """Result of a search. `ratio` is the goal of the best configuration / that of the default, with its interval."""
 
     goal: Goal
     model: str
@@ -89,7 +89,7 @@ class TuneResult:
 
     @property
     def command(self) -> str:
-        """The command that serves with the recommended settings."""
+        """Command that serves the model with the recommended settings."""
         settings = self.best.settings if self.best is not None else {}
         options = [f"--engine-config {name}={_yaml(value)}" for name, value in settings.items()]
         return " ".join(["neso serve", shlex.quote(self.model), *options])
@@ -166,7 +166,7 @@ class _Search:
             self._confirm(default, best)
 
     def _is_spent(self) -> bool:
-        """Whether the limit of trials or of time is reached."""
+        """Whether the maximum number of trials or the time limit is reached."""
         limit = self._options.max_minutes
         if limit is not None and time.monotonic() - self._started > 60 * limit:
             self._result.stopped = f"{limit:g} minutes are over"

@@ -22,7 +22,7 @@ class _TimerSpec(ctypes.Structure):
 
 
 class PreciseTimer:
-    """Sleeps until a time of the monotonic clock, by a timer descriptor of Linux; by the event loop elsewhere.
+    """Sleeps until a time of the monotonic clock: with a timer descriptor on Linux, with the event loop elsewhere.
 
     One sleep at a time.
     """

@@ -1,4 +1,4 @@
-"""The load generator: starts the workers, runs loads on them and collects their records."""
+"""Load generator: starts worker processes, runs loads on them and collects their records."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _START_DELAY_NS = 50_000_000
 _POLL_SECONDS = 0.05
 _SHOW_NS = 250_000_000
 _SERVER_GONE_SECONDS = 2.0
-"""The server is considered gone when for so long every request fails to connect."""
+"""The server counts as gone when every request failed to connect for this time."""
 _MIN_FAILURES = 10
-"""The run ends early when the first responses are all the same error, at least so many."""
+"""The run ends early when at least this many requests failed, all with the same error, and none succeeded."""
 _STOP_SECONDS = 10.0
 _READY_SECONDS = 600.0
 _SESSIONS_PER_WORKER = 64
 
 
 def default_workers(concurrency: int, rate: float | None = None) -> int:
-    """Return the number of worker processes for a load: one for 64 requests in flight or 1,000 requests per second.
+    """Return the number of worker processes for a load: one per 64 requests in flight or 1,000 requests per second.
 
     At most half of the cores, at least one; the server may run on the same machine.
     """
@@ -281,7 +281,7 @@ class _WorkerHandle:
 
 
 class _Phase:
-    """What is known of a load while it runs."""
+    """State of a running load."""
 
     def __init__(self, plan: LoadPlan, start_ns: int) -> None:
         self.start_ns = start_ns
@@ -300,7 +300,7 @@ class _Phase:
         self._show_ns = start_ns
 
     def show(self, on_records: OnRecords) -> None:
-        """Pass on what is new, if the last time is long enough ago."""
+        """Pass new records to `on_records`, at most every `_SHOW_NS`."""
         now = time.monotonic_ns()
         if now >= self._show_ns:
             self._show_ns = now + _SHOW_NS
@@ -325,12 +325,12 @@ class _Phase:
             self._unreachable_since_ns = int(records.columns["end_ns"].min())
 
     def server_is_gone(self) -> bool:
-        """Whether for a while no connection could be opened and nothing else happened."""
+        """Whether all requests failed to connect for `_SERVER_GONE_SECONDS`."""
         since = self._unreachable_since_ns
         return bool(since) and time.monotonic_ns() - since > _SERVER_GONE_SECONDS * 1e9
 
     def fails_from_the_start(self) -> bool:
-        """Whether nothing succeeded and all failed in a way that repeating doesn't help."""
+        """Whether all requests failed with the same error, one that repetition does not fix."""
         if self._num_ok or self._num_failed < _MIN_FAILURES or len(self._errors) != 1:
             return False
         kind, status = next(iter(self._errors)).split()
@@ -340,7 +340,7 @@ class _Phase:
 
 
 def load_name(plan: LoadPlan) -> dict[str, Any]:
-    """Return what names a load: its concurrency, its rate, or that it follows a schedule."""
+    """Return the fields that name a load: its concurrency, its rate, or `fixed_schedule`."""
     if plan.rate is not None:
         return {"request_rate": plan.rate} | ({"concurrency": plan.concurrency} if plan.concurrency else {})
     if plan.schedule:
@@ -353,7 +353,7 @@ def _is_counted(plan: LoadPlan) -> bool:
 
 
 def _client_figures(phase: _Phase, records: Records) -> dict[str, float]:
-    """Return the client's own cost. CPU time is that of the workers."""
+    """Return the cost of the client. CPU time is that of the workers."""
     cpu = sum(usage.cpu_seconds for usage in phase.usage)
     measured = records.select(~records.columns["warm_up"])
     events = max(1, len(measured.arrivals_ns))
@@ -382,7 +382,7 @@ def _json_value(value: Any) -> Any:
 
 @contextmanager
 def _ctrl_c_ignored() -> Iterator[None]:
-    """Let processes that start meanwhile ignore SIGINT from their beginning."""
+    """Start processes within this context with SIGINT ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -29,7 +29,7 @@ _ERROR_KINDS = {grpc.StatusCode.UNAVAILABLE: "connect", grpc.StatusCode.DEADLINE
 
 
 class _ModelError(Exception):
-    """The error message of a response of a stream."""
+    """Error message in a response of a stream."""
 
 
 class GrpcTarget(TaskTarget):

@@ -24,7 +24,7 @@ from neso.perf.records import RequestRecord
 from neso.perf.requests import PerfRequest
 
 _UNEXPECTED = (ValueError, KeyError, IndexError, TypeError, AttributeError)
-"""What reading an unexpected response raises."""
+"""Exceptions of reading an unexpected response."""
 _MAX_ERROR_MESSAGE = 500
 CONNECT_TIMEOUT_SECONDS = 10.0
 

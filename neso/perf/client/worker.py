@@ -1,4 +1,4 @@
-"""A worker process: runs its share of each load and sends the records to the parent while it runs."""
+"""Worker process: runs its share of each load and sends records to the parent meanwhile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FLUSH_RECORDS = 64
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a worker process needs, apart from the load."""
+    """Configuration of a worker process, apart from the load."""
 
     options: EndpointOptions
     sessions: list[list[PerfRequest]]
@@ -41,7 +41,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUsage:
-    """Own cost of a worker during one load: CPU time, and the longest delay of a timer of its event loop."""
+    """Cost of a worker during one load: CPU time, and the longest delay of a timer of its event loop."""
 
     cpu_seconds: float
     max_loop_lag_ns: int

@@ -30,7 +30,7 @@ class HttpEndpoint:
     """
 
     path: ClassVar[str] = ""
-    """Path on the server, when `--endpoint` doesn't give one."""
+    """Path on the server, unless `--endpoint` gives another."""
     can_stream: ClassVar[bool] = True
     text_key: ClassVar[bytes] = b""
     """Key of the text in the JSON of an event, as in `b'"text":"'`, for the fast path of `ServerSentEvents`; or b"".

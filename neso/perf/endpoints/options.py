@@ -1,4 +1,4 @@
-"""Options of what is measured: models, server, protocol, connections."""
+"""Options of the endpoint: models, server, protocol, connections."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EndpointOptions:
         tuple[str, ...],
         Flag(
             "lora-adapters",
-            "LoRA adapters, used in turn: as the model of an OpenAI endpoint, as lora_name of a Triton endpoint.",
+            "LoRA adapters to use in turn: as the model of an OpenAI endpoint, as lora_name of a Triton endpoint.",
             metavar="NAME...",
         ),
     ] = ()
@@ -42,7 +42,7 @@ class EndpointOptions:
         Flag(
             "endpoint-type",
             "Protocol of the requests: chat, completions, responses, embeddings, vision, rankings, generate, kserve, "
-            "engine, or another of the documentation; MODULE:CLASS for one of your own.",
+            "engine, or another type in the documentation; MODULE:CLASS for a type of your own.",
             default_text="chat; kserve with --service-kind triton",
         ),
     ] = ""
@@ -50,7 +50,7 @@ class EndpointOptions:
         str,
         Flag(
             "service-kind",
-            "Kind of server, in command lines of 2024; --endpoint-type is enough.",
+            "Kind of server, for command lines of older genai-perf versions. --endpoint-type replaces it.",
             choice("openai", "triton", "tensorrtllm_engine", "dynamic_grpc"),
         ),
     ] = ""
@@ -58,7 +58,7 @@ class EndpointOptions:
         tuple[str, ...],
         Flag(
             "url",
-            "URL of the server; requests go to several in turn.",
+            "URL of the server; several URLs are used in turn.",
             metavar="URL...",
             default_text="localhost:8000",
         ),
@@ -67,7 +67,7 @@ class EndpointOptions:
         str,
         Flag("endpoint", "Path of the endpoint on the server.", metavar="PATH", aliases=("custom-endpoint",)),
     ] = ""
-    streaming: Annotated[bool, Flag("streaming", "Ask for streamed responses.", SWITCH)] = False
+    streaming: Annotated[bool, Flag("streaming", "Request streamed responses.", SWITCH)] = False
     backend: Annotated[
         str,
         Flag(
@@ -87,7 +87,11 @@ class EndpointOptions:
     api_key: Annotated[str, Flag("api-key", "API key, sent as a bearer token.")] = ""
     request_timeout: Annotated[
         float,
-        Flag("request-timeout-seconds", "Time until a request without complete response fails.", number(0)),
+        Flag(
+            "request-timeout-seconds",
+            "Time until a request without a complete response fails, in seconds.",
+            number(0),
+        ),
     ] = 6 * 3600.0
     wait_for_model: Annotated[
         float,
@@ -110,18 +114,18 @@ class EndpointOptions:
         bool,
         Flag(
             "no-server-token-count",
-            "Don't ask a stream for its usage.",
+            "Do not request the token usage of streams.",
             SWITCH,
             convert=lambda given: not given,
         ),
     ] = True
     per_chunk_usage: Annotated[
-        bool, Flag("per-chunk-usage", "Ask a stream for the usage after each event.", SWITCH)
+        bool, Flag("per-chunk-usage", "Request the token usage after each event of a stream.", SWITCH)
     ] = False
     ca_file: Annotated[Path | None, Flag("ssl-ca-file", "CA bundle that verifies the server.", PATH)] = None
     cert_file: Annotated[Path | None, Flag("ssl-cert-file", "Client certificate.", PATH)] = None
     key_file: Annotated[Path | None, Flag("ssl-key-file", "Key of the client certificate.", PATH)] = None
-    insecure: Annotated[bool, Flag("ssl-insecure", "Don't verify the server's certificate.", SWITCH)] = False
+    insecure: Annotated[bool, Flag("ssl-insecure", "Do not verify the server's certificate.", SWITCH)] = False
     engine_config: Annotated[
         tuple[str, ...],
         Flag("engine-config", "Option of the in-process engine, as in model.json.", metavar="KEY=VALUE"),
@@ -159,12 +163,12 @@ class EndpointOptions:
 
     @property
     def server_urls(self) -> tuple[str, ...]:
-        """URLs of the servers, with the default."""
+        """URLs of the servers, or the default URL."""
         return self.urls or (f"localhost:{8001 if self.is_grpc else 8000}",)
 
     @property
     def header_list(self) -> list[tuple[str, str]]:
-        """Additional headers with the API key."""
+        """Additional headers, including that of the API key."""
         pairs = [header.partition(":")[::2] for header in self.headers]
         found = [(name.strip(), value.strip()) for name, value in pairs]
         if self.api_key:

@@ -29,7 +29,7 @@ HTTP_ENDPOINTS = {
     "huggingface_generate": "neso.perf.endpoints.generate:HuggingFaceGenerateEndpoint",
     "kserve_http": "neso.perf.endpoints.kserve:KServeHttpEndpoint",
 }
-"""Modules and classes of the endpoints over HTTP; they are imported when used."""
+"""Modules and classes of HTTP endpoints, imported on first use."""
 TARGETS = {
     "kserve": "neso.perf.client.grpc:GrpcTarget",
     "kserve_grpc": "neso.perf.client.grpc:GrpcTarget",
@@ -37,7 +37,7 @@ TARGETS = {
     "engine": "neso.perf.client.engine:EngineTarget",
     "tensorrtllm_engine": "neso.perf.client.engine:EngineTarget",
 }
-"""Modules and classes of the targets that are not an endpoint over HTTP; each has `open(options)`."""
+"""Modules and classes of the targets other than HTTP; each has `open(options)`."""
 
 
 def endpoint_types() -> list[str]:
@@ -74,7 +74,7 @@ def check_endpoint_type(name: str) -> None:
 
 
 async def open_target(options: EndpointOptions) -> Target:
-    """Open what the options name, in the running event loop. Raises `PerfError`."""
+    """Open the target of the options in the running event loop. Raises `PerfError`."""
     from neso.perf.client.http import HttpTarget
 
     if options.endpoint_type in TARGETS:

@@ -1,4 +1,4 @@
-"""Files of the results."""
+"""Exports: the files of a run and of a sweep."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_run(run: RunResult, options: OutputOptions) -> Path:
 
 
 def finish(runs: list[RunResult], options: OutputOptions) -> Path | None:
-    """Print and write what compares the runs of a sweep. Returns the report of all runs, if one is written."""
+    """Print the table of a sweep and write its report. Returns the report, if one is written."""
     from neso.perf.console import print_sweep
     from neso.perf.exports.run_folder import measure, write_sweep
 

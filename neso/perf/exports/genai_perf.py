@@ -16,7 +16,7 @@ _STATISTICS = ("avg", "min", "max", "p99", "p95", "p90", "p75", "p50", "p25")
 
 
 def write_json(measurement: Measurement, path: Path) -> None:
-    """Write all metrics with unit and statistics, then `input_config` and what else is known of the run."""
+    """Write unit and statistics of all metrics, then the options, errors and other facts of the run."""
     run = measurement.result
     content: dict[str, Any] = as_dict(measurement)
     content["input_config"] = {**run.settings, "load": run.load}

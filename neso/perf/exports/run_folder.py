@@ -1,4 +1,4 @@
-"""The folder of a run: which files it has, writing and reading them."""
+"""Folder of a run: writes and reads its files."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def _lacks_counts(run: RunResult) -> bool:
 
 
 def folder_name(run: RunResult) -> str:
-    """Return the folder of a run as genai-perf names it: MODEL-SERVICE-ENDPOINT-LOAD, as in
-    `neso-pilot-openai-chat-concurrency4`."""
+    """Return the folder name of a run, as in genai-perf: MODEL-SERVICE-ENDPOINT-LOAD.
+
+    Example: `neso-pilot-openai-chat-concurrency4`.
+    """
     models = list(endpoint_setting(run, "models") or ["model"])
     model = f"{models[0]}_multi" if len(models) > 1 else str(models[0])
     kind = str(endpoint_setting(run, "endpoint_type") or "chat")

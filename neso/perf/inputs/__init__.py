@@ -1,4 +1,4 @@
-"""What a benchmark sends: synthetic prompts, files, datasets, traces, images, passages, tensors."""
+"""Input sources: synthetic prompts, files, datasets, traces, images, passages, tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def open_source(options: InputOptions, endpoint_type: str, models: tuple[str, ..
 
 @dataclass(frozen=True)
 class _WithExtra:
-    """A source whose requests have further fields; those of a request itself win."""
+    """Adds fields to the requests of a source. Fields of a request take precedence."""
 
     source: InputSource
     extra: dict[str, Any]

@@ -1,6 +1,6 @@
 """Requests of datasets on the Hugging Face hub, by name.
 
-Rows come from the hub's dataset server, so that nothing but the rows in use is downloaded.
+Rows come from the hub's dataset server, so that only the rows in use are downloaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from neso.perf.inputs.synthetic import (
 from neso.perf.requests import PerfRequest
 
 DATASETS_SERVER = "https://datasets-server.huggingface.co"
-"""The environment variable NESO_DATASETS_SERVER names another one."""
+"""The environment variable NESO_DATASETS_SERVER replaces it."""
 _PAGE = 100
 _TIMEOUT = 30.0
 _PROMPT_COLUMNS = (

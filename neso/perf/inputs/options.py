@@ -26,7 +26,7 @@ FILE_TYPES = (
 
 @dataclass(frozen=True)
 class InputOptions:
-    """What the requests contain."""
+    """Content of the requests."""
 
     tokenizer: Annotated[
         str,
@@ -78,13 +78,13 @@ class InputOptions:
     ] = 0
     output_tokens_deterministic: Annotated[
         bool,
-        Flag("output-tokens-mean-deterministic", "Request the output length also as a minimum.", SWITCH),
+        Flag("output-tokens-mean-deterministic", "Also request the output length as a minimum.", SWITCH),
     ] = False
     seq_dist: Annotated[
         str | None,
         Flag(
             "seq-dist",
-            "Mix of lengths, ISL,OSL:PERCENT;… where a length may be MEAN|STDDEV.",
+            "Mix of lengths: ISL,OSL:PERCENT;…, where a length may be MEAN|STDDEV.",
             aliases=("sequence-distribution",),
         ),
     ] = None
@@ -106,7 +106,7 @@ class InputOptions:
         int,
         Flag(
             "num-prefix-prompts",
-            "Number of prefixes, one of which starts each prompt.",
+            "Number of prefixes. Each prompt starts with one of them.",
             _SIZE,
             aliases=("prefix-prompt-pool-size",),
         ),
@@ -116,13 +116,17 @@ class InputOptions:
     ] = 0
     shared_system_prompt_length: Annotated[
         int,
-        Flag("shared-system-prompt-length", "Length of a system prompt that all requests share.", _SIZE),
+        Flag(
+            "shared-system-prompt-length",
+            "Length of a system prompt that all requests share, in tokens.",
+            _SIZE,
+        ),
     ] = 0
     user_context_prompt_length: Annotated[
         int,
         Flag(
             "user-context-prompt-length",
-            "Length of a text that starts each session, its own for each.",
+            "Length of the text that starts each session, in tokens; each session has its own text.",
             _SIZE,
         ),
     ] = 0
@@ -213,7 +217,7 @@ class InputOptions:
         str,
         Flag(
             "dataset-sampling-strategy",
-            "Order of the entries of a file or dataset; shuffle takes each once, random with repetition.",
+            "Order of the entries of a file or dataset. shuffle takes each once, random draws with repetition.",
             choice("sequential", "shuffle", "random"),
             topic=_FILES,
         ),
@@ -301,7 +305,7 @@ class InputOptions:
         float,
         Flag(
             "session-turn-delay-stddev",
-            "Standard deviation of the delay.",
+            "Standard deviation of the delay, in milliseconds.",
             _AMOUNT,
             aliases=("conversation-turn-delay-stddev",),
             topic="Sessions",
@@ -311,7 +315,7 @@ class InputOptions:
         float,
         Flag(
             "session-delay-ratio",
-            "Factor of all delays between turns, also of files.",
+            "Factor of all delays between turns, including those of files.",
             _AMOUNT,
             aliases=("conversation-turn-delay-ratio",),
             topic="Sessions",
@@ -326,7 +330,7 @@ class InputOptions:
         int,
         Flag(
             "batch-size-text",
-            "Texts of each embeddings request.",
+            "Number of texts of each embeddings request.",
             _COUNT,
             aliases=("batch-size", "prompt-batch-size"),
         ),
@@ -366,7 +370,7 @@ class InputOptions:
         int,
         Flag(
             "batch-size-image",
-            "Synthetic images of each request.",
+            "Number of synthetic images of each request.",
             _SIZE,
             aliases=("image-batch-size",),
             default_text="1 for endpoint type vision, else 0",

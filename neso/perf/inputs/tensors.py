@@ -1,4 +1,4 @@
-"""Requests of tensor models: values by the metadata of the inputs, or of a file in perf_analyzer's format."""
+"""Requests to tensor models: values generated from the model's metadata, or read from a file of perf_analyzer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TensorSource:
             yield from self._of_file(Path(self.options.tensor_data), shapes)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each input; variable dimensions are those of `--shape`."""
+        """Return the shape of each input, with variable dimensions from `--shape`."""
         given = parse_shapes(self.options.tensor_shapes)
         names = {spec.name for spec in self.specs}
         if unknown := given.keys() - names:

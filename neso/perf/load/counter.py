@@ -7,7 +7,7 @@ from typing import Any
 
 
 class SharedCounter:
-    """Counts from 0 without gaps or repetitions, over processes. It can be passed to a process that is started."""
+    """Counts from 0 without gaps or repetitions, over processes. It can be passed to a new process."""
 
     def __init__(self, context: BaseContext) -> None:
         self._value: Any = context.Value("q", 0)

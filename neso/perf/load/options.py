@@ -17,7 +17,7 @@ _WARM_UP = "Warm-up"
 
 
 def _list_of(kind: Kind) -> Kind:
-    """Return the kind of a comma list, or a range START:END[:STEP] as perf_analyzer has it."""
+    """Return the kind of a comma-separated list, or of a range START:END[:STEP] as in perf_analyzer."""
 
     def parse(text: str) -> tuple[Any, ...]:
         if ":" not in text:
@@ -35,13 +35,13 @@ def _list_of(kind: Kind) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The load of all runs. Lists are a sweep: one run for each value, or pair of values."""
+    """The load of all runs. Lists define a sweep with one run for each value, or pair of values."""
 
     concurrency: Annotated[
         tuple[int, ...],
         Flag(
             "concurrency",
-            "Number of requests (or sessions) in flight. With a rate: at most so many, the others wait.",
+            "Number of requests (or sessions) in flight. With a rate, the maximum; further requests wait.",
             _list_of(_COUNT),
             aliases=("concurrency-range", "session-concurrency", "max-concurrency"),
             default_text="1; no limit for a rate or schedule",
@@ -89,7 +89,7 @@ class LoadOptions:
         float | None,
         Flag(
             "benchmark-grace-period",
-            "Time for requests in flight after the duration, in seconds; then they are cancelled.",
+            "Time after the duration until requests in flight are cancelled, in seconds.",
             _SECONDS,
             default_text="until all are complete",
         ),
@@ -112,7 +112,7 @@ class LoadOptions:
         float | None,
         Flag(
             "measurement-interval",
-            "Without count or duration: length of a window, in milliseconds. The run ends when three windows agree.",
+            "Length of a window, in milliseconds. Without count or duration, the run ends when three windows agree.",
             number(1),
             default_text="5000",
         ),
@@ -125,7 +125,7 @@ class LoadOptions:
         float | None,
         Flag(
             "stability-percentage",
-            "Largest difference of the throughput and latency of three windows from their mean.",
+            "Maximum difference of the throughput and latency of three windows from their mean, in percent.",
             number(0.001),
             default_text="10",
         ),
@@ -157,7 +157,12 @@ class LoadOptions:
     ] = None
     warm_up_grace_period: Annotated[
         float | None,
-        Flag("warmup-grace-period", "As --benchmark-grace-period.", _SECONDS, topic=_WARM_UP),
+        Flag(
+            "warmup-grace-period",
+            "Grace period of the warm-up, like --benchmark-grace-period.",
+            _SECONDS,
+            topic=_WARM_UP,
+        ),
     ] = None
     warm_up_concurrency: Annotated[
         int | None,
@@ -186,7 +191,7 @@ class LoadOptions:
             "Number of client processes.",
             _COUNT,
             aliases=("workers-max", "max-threads"),
-            default_text="one for 64 requests in flight, at most half of the cores",
+            default_text="one per 64 requests in flight, at most half of the cores",
         ),
     ] = None
     seed: Annotated[int, SameAs("random-seed")] = 0

@@ -1,4 +1,4 @@
-"""What load a run makes."""
+"""Load plan of one run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from neso.perf.errors import PerfError
 
 
 class Arrival(str, Enum):
-    """Distribution of the time between two requests of a rate."""
+    """Distribution of the time between the starts of two requests, for a request rate."""
 
     CONSTANT = "constant"
     POISSON = "poisson"
@@ -25,12 +25,12 @@ class LoadPlan:
     - arrival, smoothness: distribution of intervals. The coefficient of variation of a gamma distribution is
       1 / sqrt(smoothness): 1 is Poisson, more is smoother, less is burstier
     - schedule: start at the timestamps of the requests
-    - requests, sessions: stop after so many; seconds: stop starting after so long; None is no limit
-    - grace_seconds: time for requests in flight after `seconds`; then they are cancelled. None waits for all
-    - ramp_seconds: concurrency or rate grows linearly from 0 for so long
-    - stable_percent: stop when throughput and latency of three windows of `window_seconds` differ by no more from their
-      mean, or after `max_windows`; 0 is off
-    - cancel_percent, cancel_seconds: share of requests that is cancelled so long after its start
+    - requests, sessions: number to send; seconds: time in which requests start; None is no limit
+    - grace_seconds: time after `seconds` until requests in flight are cancelled; None waits for all
+    - ramp_seconds: time in which the concurrency or rate grows linearly from 0
+    - stable_percent: stop when throughput and latency of three windows of `window_seconds` differ from their mean by at
+      most this percentage, or after `max_windows`; 0 is off
+    - cancel_percent, cancel_seconds: percentage of requests to cancel, and time from their start to cancellation
     - warm_up: its records are marked
     """
 

@@ -1,4 +1,4 @@
-"""When a load has been measured long enough: the criterion of perf_analyzer."""
+"""Stability criterion of perf_analyzer, which ends a run without a request count or duration."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NUM_WINDOWS = 3
 class StabilityCheck:
     """Divides a load into windows and compares the last three.
 
-    A window has `plan.window_seconds`, or with `plan.window_requests` so many complete responses. The load is stable
-    if in three consecutive windows the throughput and the mean latency each differ by at most `plan.stable_percent`
+    A window lasts `plan.window_seconds`, or until `plan.window_requests` responses are complete. The load is stable if
+    in three consecutive windows the throughput and the mean latency each differ by at most `plan.stable_percent`
     from their mean over the three.
     """
 
@@ -34,7 +34,7 @@ class StabilityCheck:
         self._latencies = np.concatenate([self._latencies, ends - records.columns["intended_ns"][ok]])
 
     def advance(self, now_ns: int) -> bool:
-        """Close the windows that have ended; return whether the last three are stable, or there are too many."""
+        """Close the windows that have ended. Returns whether the load is stable or has `plan.max_windows` windows."""
         while self._close_window(now_ns):
             if self.is_stable or len(self.windows) >= self._plan.max_windows:
                 return True

@@ -17,7 +17,7 @@ from typing import Literal
 WIDTH, HEIGHT = 640, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 44
 _MAX_POINTS = 2000
-"""Points drawn per series; of more, an even selection is drawn."""
+"""Maximum number of points drawn per series. Longer series are sampled evenly."""
 
 STYLE = """
 .chart{--s1:#2a78d6;--s2:#eb6834;--s3:#1baf7a;--s4:#eda100;--s5:#4a3aa7;--s6:#e34948;
@@ -68,7 +68,7 @@ class Limit:
 
 
 class Drawable:
-    """What has a title and draws itself as SVG."""
+    """A figure with a title that renders as SVG."""
 
     title: str
     note: str

@@ -1,4 +1,4 @@
-"""The HTML report: one file with its style, script and charts inside, for light and dark screens."""
+"""HTML report: one self-contained file with light and dark colours."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from neso.perf.statistics import Array
 _BINS = 40
 _TIMELINE = 120
 _GRID = 12
-"""Rows and columns of a heat map at most."""
+"""Maximum number of rows and columns of a heat map."""
 
 
 def values_of(run: Measurement, name: str) -> Array:
@@ -74,7 +74,7 @@ def distribution(runs: Sequence[Measurement], metric: str, names: Sequence[str] 
 
 
 def timeline(run: Measurement) -> Chart | None:
-    """The first requests in the order of their start: waiting for the first token, then generation."""
+    """Waiting and generation time of the first requests, in the order of their start."""
     if not len(run):
         return None
     start = run.column("start_ns")
@@ -155,7 +155,7 @@ def timeslices(run: Measurement, slice_seconds: float = 0.0) -> dict[str, Array]
 
 
 def latency_over_time(run: Measurement) -> Chart | None:
-    """Time to first token, or latency without streaming, of each request by its start."""
+    """Time to first token (without streaming: latency) of each request by its start."""
     name = "time_to_first_token" if run.streaming else "request_latency"
     values = run.values.get(name)
     if values is None or not len(values):

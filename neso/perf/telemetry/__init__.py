@@ -1,4 +1,4 @@
-"""Measurements beside the requests: server metrics, and CPU, memory and GPU use of its processes."""
+"""Telemetry: server metrics, and CPU, memory and GPU use of the server."""
 
 from __future__ import annotations
 

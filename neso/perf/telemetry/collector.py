@@ -1,4 +1,4 @@
-"""Collects everything that is measured beside the requests of one run."""
+"""Collects the telemetry of one run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DCGM_PORT = 9400
 
 
 class Collector:
-    """Reads metrics and use from the constructor until `stop`."""
+    """Reads server metrics and resource use from its construction until `stop`."""
 
     def __init__(self, options: OutputOptions, url: str) -> None:
         """`url` is that of the server under load; "" if there is none (an engine in this process)."""
@@ -66,9 +66,9 @@ class Collector:
         errors = [endpoint.error for endpoint in endpoints if endpoint.error and self._given]
         return {"series": series, "summary": {"use": use, "server_metrics": counters}, "errors": errors}
 
-    def _watch(self, host: str, port: int, remote: bool) -> None:
-        gpus = Gpus() if not remote or is_local(host) else None
-        root = listening_process(port) if remote and gpus is not None else None
+    def _watch(self, host: str, port: int, has_server: bool) -> None:
+        gpus = Gpus() if not has_server or is_local(host) else None
+        root = listening_process(port) if has_server and gpus is not None else None
         before: tuple[int, float] | None = None
         while True:
             ns = time.monotonic_ns()

@@ -108,7 +108,7 @@ def _stat(process: int) -> list[str] | None:
 
 
 class Gpus:
-    """Use of the GPUs of this machine; without nvidia-ml-py or a driver there are none."""
+    """Resource use of the GPUs of this machine. Empty without nvidia-ml-py or a driver."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []

@@ -1,7 +1,7 @@
 """Server metrics in Prometheus text format, read while the load runs.
 
-Each endpoint has its own thread, which reads it at intervals. An endpoint that is unreachable, slow, too large or in
-another format is given up after a few failures with one reason, so that it never delays the run.
+Each endpoint has its own thread, which reads it at intervals. After a few failures an endpoint is no longer read and
+reports its last error, so that it never delays the run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 MAX_BYTES = 32 * 1024 * 1024
-"""Largest answer that is read."""
+"""Maximum size of a response."""
 MAX_FAILURES = 3
-"""Failures in a row after which an endpoint is not read any more."""
+"""Consecutive failures after which an endpoint is no longer read."""
 TIMEOUT = 2.0
-"""Seconds that an endpoint has to answer."""
+"""Timeout of a read, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Sample:
 
 @dataclass
 class Endpoint:
-    """One metrics endpoint and what was read from it. `error` says why it was given up."""
+    """One metrics endpoint and its samples. `error` says why it is no longer read."""
 
     url: str
     samples: list[Sample] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Endpoint:
     failures: int = 0
 
     def read(self) -> None:
-        """Read the endpoint once. Sets `error` if it has failed too often or is no metrics endpoint."""
+        """Read the endpoint once. Sets `error` if it failed too often or is not a metrics endpoint."""
         ns = time.monotonic_ns()
         try:
             kinds, values = parse(fetch(self.url))
@@ -119,7 +119,7 @@ def _sample(line: str) -> tuple[str, float]:
 
 
 class PrometheusReader:
-    """Reads endpoints at intervals, in a thread for each, from the constructor until `stop`."""
+    """Reads endpoints at intervals from its construction until `stop`, each in its own thread."""
 
     def __init__(self, urls: Sequence[str], interval: float) -> None:
         self.endpoints = [Endpoint(metrics_url(url)) for url in urls]
