@@ -96,7 +96,7 @@ def sections() -> list[Section]:
             added_by(summary_latencies=True),
         ),
         Section(
-            "Decoupled models: time to first response",
+            "Models: time to first response",
             "`--metrics-config histogram_latencies=true`.",
             added_by(histogram_latencies=True),
         ),

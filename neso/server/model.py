@@ -77,6 +77,8 @@ class Model:
         self.load_duration: float = 0.0
         self.source: object = None  # lives as long as the model: it can own a temporary folder
         tags = {f"_{key}": value for key, value in self.config.metric_tags.items()}
+        if context.namespace:
+            tags["namespace"] = context.namespace
         self.metric_labels = LabelSet({"model": self.name, "version": self.version, **tags})
         self._core = context.core
         self._backend = backend
@@ -408,6 +410,8 @@ class Model:
         if self.decoupled:
             outcome = _outcome(response, request)
             self.statistics.responses.record(stream.timeline, response.created_ns, outcome)
+        else:
+            self.statistics.responses.record_first(stream.timeline)
         if stream.trace is not None:
             stream.trace.observe(stream.timeline, response, request.inputs)
         if response.final:

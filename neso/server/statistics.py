@@ -68,7 +68,7 @@ class ResponseDurations:
 
 
 class ResponseStatistics:
-    """Response statistics of a decoupled model, by the index of the response in its request.
+    """Response statistics of a model; of a decoupled model by the index of the response in its request.
 
     The duration of a response starts when the previous response was created (first response: when the computation
     started) and ends when the frontend receives it. The part until its creation is `compute_infer`, the rest is
@@ -92,7 +92,7 @@ class ResponseStatistics:
         if index >= MAX_RESPONSES:
             return
         if index == 0:
-            self.record_first(timeline, end)
+            self.record_first(timeline)
         if index == len(self._by_index):
             self._by_index.append(ResponseDurations())
         durations = self._by_index[index]
@@ -101,10 +101,10 @@ class ResponseStatistics:
             durations.compute_output.add(end - created_ns)
         getattr(durations, outcome.value).add(end - start)
 
-    def record_first(self, timeline: Timeline, end: int) -> None:
-        """Record the time to the first response, which ended at `end`, in ns of the monotonic clock."""
+    def record_first(self, timeline: Timeline) -> None:
+        """Record the time to the first response of a request, of decoupled and other models, in the histogram."""
         if self.first_response_ms is not None:
-            self.first_response_ms.observe((end - timeline.queue_start) / 1e6)
+            self.first_response_ms.observe((time.monotonic_ns() - timeline.queue_start) / 1e6)
 
     def as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return the statistics by index, as in the statistics extension; {} for models that are not decoupled."""

@@ -58,6 +58,25 @@ async def test_steps_are_resolved_in_the_namespace_of_the_ensemble(pair: Pair, s
     assert [entry.name for entry in core.repository_index()] == ["first", "second", "step", "step"]
 
 
+async def test_metrics_have_the_namespace(pair: Pair, start_core) -> None:
+    core = await start_core(model_repository=pair.paths, model_namespacing=True)
+    await values(core)
+    lines = (await core.render_metrics()).decode().splitlines()
+    samples = [line for line in lines if line.startswith('nv_inference_request_success{model="step"')]
+    assert sorted(samples) == sorted(
+        f'nv_inference_request_success{{model="step",namespace="{path}",version="1"}} 1'
+        for path in pair.paths
+    )
+
+
+async def test_metrics_without_namespaces_have_no_such_label(
+    repository: RepositoryBuilder, start_core
+) -> None:
+    repository.add_constant("step", 1)
+    core = await start_core()
+    assert "namespace=" not in (await core.render_metrics()).decode()
+
+
 async def test_without_namespaces_the_step_is_not_loaded(pair: Pair, start_core) -> None:
     core = await start_core(model_repository=pair.paths)
     assert core.models() == []

@@ -195,7 +195,7 @@ class ModelLatencies:
 
 
 def first_response_histogram(config: MetricsConfig, model_config: Any) -> BucketCounts | None:
-    """Create the histogram of milliseconds to the first response; None if disabled or if the model is not decoupled.
+    """Create the histogram of milliseconds to the first response; None if disabled.
 
     Raises `InvalidArgument` if the buckets of the `ModelConfig`'s `model_metrics` do not increase.
     """
@@ -206,6 +206,4 @@ def first_response_histogram(config: MetricsConfig, model_config: Any) -> Bucket
             logger.warning("model '%s': metric '%s' cannot be configured", model_config.name, family)
         elif control.histogram_options.buckets:
             buckets = BucketCounts.check_bounds(family, control.histogram_options.buckets)
-    if not config.histogram_latencies or not model_config.model_transaction_policy.decoupled:
-        return None
-    return BucketCounts(buckets)
+    return BucketCounts(buckets) if config.histogram_latencies else None
