@@ -52,12 +52,14 @@ class ModelLifecycle:
     async def load(self, source: ModelSource, *, explicit: bool = False) -> None:
         """Load the versions selected by the version policy, or reload the changed ones.
 
-        No effect if the loaded versions already match the source. Loaded versions serve requests until the new
-        versions are ready, and stay loaded if these fail. Raises `ServerError` with the reason.
+        No effect if the loaded versions already match the source. The configuration of an earlier load request is kept
+        unless `source` has another one or the files of the configuration have changed. Loaded versions serve requests
+        until the new versions are ready, and stay loaded if these fail. Raises `ServerError` with the reason.
         """
         async with self._locks.loading(source.id):
             record = self._table.record(source)
             record.explicit |= explicit
+            source = source.with_kept_config(record.source)
             if not record.holds(source):
                 await self._load(record, source)
 

@@ -148,7 +148,9 @@ class ModelRecord:
 
     def holds(self, source: ModelSource) -> bool:
         """Return whether the serving versions are the versions that a load of `source` would produce."""
-        if self.source is None or not self.models or self.source.overridden or source.overridden:
+        if self.source is None or not self.models:
+            return False
+        if (self.source.overridden or source.overridden) and source.config is not self.source.config:
             return False
         if not all(slot.unloaded or (slot.model and slot.model.ready()) for slot in self.slots.values()):
             return False

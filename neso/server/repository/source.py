@@ -78,6 +78,10 @@ class Fingerprint:
         """Return whether the files of a version and the files shared by all versions are unchanged."""
         return self._version(version) == other._version(version)
 
+    def same_configuration(self, other: Fingerprint) -> bool:
+        """Return whether the configuration files are unchanged."""
+        return all(self.parts.get(name) == other.parts.get(name) for name in CONFIGURATION)
+
     def _version(self, version: int) -> dict[str, int]:
         return {
             name: mark
@@ -120,7 +124,7 @@ class ModelSource:
     - namespace: the repository if namespacing is enabled; otherwise empty
     - fingerprint: fingerprint of the folder; if None, the files count as changed
     - config: configuration that replaces config.pbtxt
-    - overridden: `config` comes from a request; the next load uses the folder again
+    - overridden: `config` comes from a request. Loads without a configuration keep it, see `with_kept_config`
     - renamed: the folder has a different name than the model
     - scratch: owner of a temporary `directory`
     - fetch: downloads the directory, which exists only after `localized`
@@ -151,6 +155,19 @@ class ModelSource:
     def with_config(self, config: str) -> ModelSource:
         """Return the source with another configuration (JSON). Raises `InvalidArgument`."""
         return replace(self, config=config_from_json(config), overridden=True)
+
+    def with_kept_config(self, loaded: ModelSource | None) -> ModelSource:
+        """Return the source with the configuration of an earlier load request, as long as the files of the
+        configuration are unchanged since then. `loaded`: source of the serving versions.
+
+        Not after a load request with files, which replaced the whole folder.
+        """
+        if loaded is None or not loaded.overridden or self.config is not None:
+            return self
+        before, now = loaded.fingerprint, self.fingerprint
+        if before is None or now is None or not now.same_configuration(before):
+            return self
+        return replace(self, config=loaded.config, overridden=True)
 
 
 def source_of_files(name: str, config: str | None, files: Mapping[str, bytes]) -> ModelSource:

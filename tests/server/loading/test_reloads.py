@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -86,14 +87,62 @@ async def test_a_dead_model_is_reloaded(repository: RepositoryBuilder, start_cor
     assert core.model("m") is not model and core.model("m").ready()
 
 
-async def test_a_load_without_configuration_reverts_an_override(repository: RepositoryBuilder, start_core):
+OVERRIDE = json.dumps(
+    {
+        "backend": "python",
+        "input": [{"name": "IN", "data_type": "TYPE_FP32", "dims": [-1]}],
+        "output": [{"name": "OUT", "data_type": "TYPE_FP32", "dims": [-1]}],
+        "parameters": {"by": {"string_value": "request"}},
+    }
+)
+
+
+def is_overridden(core: Core) -> bool:
+    return core.model("m").config.parameters["by"].string_value == "request"
+
+
+async def test_a_load_without_configuration_keeps_an_override(repository: RepositoryBuilder, start_core):
     repository.add("m")
     core = await start_core(explicit=True, startup_models=("m",))
-    config = {"backend": "python", "parameters": {"by": {"string_value": "request"}}}
-    await core.load_model("m", json.dumps(config))
-    assert core.model("m").config.parameters["by"].string_value == "request"
+    await core.load_model("m", OVERRIDE)
+    model = core.model("m")
     await core.load_model("m")
-    assert not core.model("m").config.parameters
+    assert core.model("m") is model and is_overridden(core)
+    (repository.path / "m" / "1" / "model.py").write_text(CONSTANT.format(value=7))
+    await core.load_model("m")
+    assert core.model("m") is not model and is_overridden(core), "reloaded with the kept configuration"
+    (response,) = await collect(send_request(core.model("m"), IN=np.zeros(1, np.float32)))
+    assert response.output("OUT").array[0] == 7
+
+
+@pytest.mark.parametrize("change", ["write", "touch", "unload"])
+async def test_an_override_ends_with_a_change_of_the_configuration(
+    repository: RepositoryBuilder, start_core, change: str
+):
+    repository.add("m")
+    core = await start_core(explicit=True, startup_models=("m",))
+    await core.load_model("m", OVERRIDE)
+    if change == "unload":
+        await core.unload_model("m")
+    elif change == "touch":
+        os.utime(repository.path / "m" / "config.pbtxt", ns=(1, 1))
+    else:
+        repository.configure(
+            "m", IDENTITY_TENSORS + "parameters { key: 'other' value { string_value: '1' } }"
+        )
+    await core.load_model("m")
+    assert not is_overridden(core)
+    assert ("other" in core.model("m").config.parameters) == (change == "write")
+
+
+async def test_an_override_with_files_ends_with_the_next_load(repository: RepositoryBuilder, start_core):
+    repository.add("m")
+    core = await start_core(explicit=True, startup_models=("m",))
+    code = (repository.path / "m" / "1" / "model.py").read_bytes()
+    await core.load_model("m", OVERRIDE, {"file:1/model.py": code})
+    assert is_overridden(core)
+    await core.load_model("m")
+    assert not is_overridden(core)
 
 
 @pytest.mark.parametrize("batching", ["", "max_batch_size: 4 dynamic_batching { }"])
@@ -204,6 +253,7 @@ async def test_an_override_of_instances_keeps_the_model(repository: RepositoryBu
     }
     await core.load_model("m", json.dumps(config))
     assert core.model("m") is model and len(await instances_of(core)) == 3
+    repository.configure("m", COUNTED_TENSORS)
     await core.load_model("m")
     assert core.model("m") is model and len(await instances_of(core)) == 1
 

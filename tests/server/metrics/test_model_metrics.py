@@ -105,7 +105,9 @@ async def test_first_response_histogram(repository, start_core):
     assert f'{HISTOGRAM}_count{{model="repeat",version="1"}} 1' in lines, "once a request"
     assert f'{HISTOGRAM}_bucket{{model="own",version="1",le="0"}} 0' in lines
     assert f'{HISTOGRAM}_bucket{{model="own",version="1",le="30000"}} 2' in lines
-    assert f'{HISTOGRAM}_count{{model="identity",version="1"}} 1' in lines, "of models that are not decoupled too"
+    assert f'{HISTOGRAM}_count{{model="identity",version="1"}} 1' in lines, (
+        "of models that are not decoupled too"
+    )
 
 
 async def test_non_increasing_buckets_fail_the_load(repository, start_core):
