@@ -93,11 +93,12 @@ def metrics_table(measurement: Measurement, *, verbose: bool = False) -> Table:
     for metric in METRICS:
         summary = measurement.summaries.get(metric.name)
         if summary is not None and (metric.console or verbose):
-            found.add_row(f"{metric.title} ({metric.unit})", *_statistics(metric, summary))
+            found.add_row(f"{metric.title} ({metric.unit})", *statistic_cells(metric, summary))
     return found
 
 
-def _statistics(metric: Metric, summary: Summary) -> list[str]:
+def statistic_cells(metric: Metric, summary: Summary) -> list[str]:
+    """Return the values of `STATISTICS`; a metric of the whole run has only the first."""
     if metric.of_run:
         return [number(summary.avg), *[""] * (len(STATISTICS) - 1)]
     return [number(summary.get(name)) for name in STATISTICS]

@@ -243,10 +243,17 @@ def test_tune_measures_real_servers(tmp_path):
     result = tune(
         ENDPOINT,
         LoadOptions(concurrency=(4,), request_count=20),
-        InputOptions(input_tokens_mean=20, output_tokens_mean=4),
+        # Sampled responses may end with their first token, without any output.
+        InputOptions(
+            input_tokens_mean=20,
+            output_tokens_mean=4,
+            output_tokens_deterministic=True,
+            extra_inputs=("temperature:0",),
+        ),
         OutputOptions(artifact_dir=tmp_path, ui="none"),
         TuneOptions(space=("max_num_batched_tokens=32,2048",), confirmations=1),
     )
     assert [trial.error == "" for trial in result.trials] == [True, False, True]
     assert "at least max_num_seqs" in result.trials[1].error
-    assert all(len(trial.run) == 20 for trial in result.trials if trial.run is not None)
+    runs = [trial.run for trial in result.trials if trial.run is not None]
+    assert [(len(run), run.errors) for run in runs] == [(20, {})] * 2

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from neso import __version__
-from neso.perf.console import STATISTICS, load_text, number
+from neso.perf.console import STATISTICS, load_text, number, statistic_cells
 from neso.perf.measurement import Measurement, endpoint_setting
 from neso.perf.metrics import METRICS
 from neso.perf.report.charts import STYLE, Drawable
@@ -95,12 +95,7 @@ def _run(run: Measurement, slice_seconds: float) -> str:
     for metric in METRICS:
         summary = run.summaries.get(metric.name)
         if summary is not None:
-            cells = (
-                [number(summary.avg)] + [""] * (len(STATISTICS) - 1)
-                if metric.of_run
-                else [number(summary.get(name)) for name in STATISTICS]
-            )
-            rows.append([f"{metric.title} ({metric.unit})", *cells])
+            rows.append([f"{metric.title} ({metric.unit})", *statistic_cells(metric, summary)])
     parts += ["<h2>Metrics</h2>", html_table(["", *STATISTICS], rows)]
     counters = run.result.telemetry.get("summary", {}).get("server_metrics", {})
     if counters:
