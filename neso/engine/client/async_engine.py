@@ -35,9 +35,7 @@ from neso.generation import (
     GenerationRequest,
     InvalidParameter,
     LoraRequest,
-    PoolingInfo,
     PoolingRequest,
-    SamplingDefaults,
 )
 
 logger = logging.getLogger(__name__)
@@ -199,18 +197,6 @@ class AsyncEngine(EngineClient, AsyncRequests):
 
     def _send_command(self, command: Command) -> None:
         self._channel.send(command)
-
-    @property
-    def max_model_len(self) -> int:
-        return self.info.max_model_len
-
-    @property
-    def default_sampling(self) -> SamplingDefaults:
-        return self.info.default_sampling
-
-    @property
-    def pooling(self) -> PoolingInfo | None:
-        return self.info.pooling
 
     @property
     def alive(self) -> bool:

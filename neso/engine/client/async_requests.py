@@ -1,4 +1,4 @@
-"""Requests as asynchronous generators, on top of `process`, `submit` and `abort` of an engine client."""
+"""Requests as asynchronous generators, on top of `process`, `submit` and `abort`; properties of the model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,36 @@ from collections.abc import AsyncGenerator
 
 from neso.engine.client.engine_client import Deliver, Output
 from neso.engine.client.output_processor import PooledState, RequestState
-from neso.generation import GenerationOutput, GenerationRequest, PooledOutput, PoolingRequest
+from neso.engine.ipc.messages import EngineInfo
+from neso.generation import (
+    GenerationOutput,
+    GenerationRequest,
+    PooledOutput,
+    PoolingInfo,
+    PoolingRequest,
+    SamplingDefaults,
+)
 
 LARGE_INPUT = 8192
 """Number of characters or tokens above which an input is processed in a thread, because it takes milliseconds."""
 
 
 class AsyncRequests(ABC):
-    """Implements `LanguageModel.generate` and `PoolingModel.pool`."""
+    """Implements the parts of `LanguageModel` and `PoolingModel` that need only `submit` and the model's properties."""
+
+    info: EngineInfo
+
+    @property
+    def max_model_len(self) -> int:
+        return self.info.max_model_len
+
+    @property
+    def default_sampling(self) -> SamplingDefaults:
+        return self.info.default_sampling
+
+    @property
+    def pooling(self) -> PoolingInfo | None:
+        return self.info.pooling
 
     @abstractmethod
     def process(self, request: GenerationRequest | PoolingRequest) -> RequestState | PooledState:

@@ -29,9 +29,7 @@ from neso.generation import (
     GenerationRequest,
     InvalidParameter,
     LoraRequest,
-    PoolingInfo,
     PoolingRequest,
-    SamplingDefaults,
 )
 
 QUEUED_STEPS = 2
@@ -51,6 +49,7 @@ class EngineGroup(AsyncRequests):
 
     def __init__(self, engines: Sequence[AsyncEngine], config: EngineConfig) -> None:
         self.engines = tuple(engines)
+        self.info = _sum_info([engine.info for engine in engines])
         self.choose: Callable[[GroupRequest, Sequence[EngineLoad]], EngineLoad] = LeastCost()
         self._loads = [
             EngineLoad(number, engine, PrefixEstimate(engine.info.num_blocks))
@@ -100,21 +99,6 @@ class EngineGroup(AsyncRequests):
     # -- properties ---------------------------------------------------------------------------------------------
 
     @property
-    def info(self) -> EngineInfo:
-        """Properties of the model; the sizes are sums over the engines."""
-        infos = [engine.info for engine in self.engines]
-        if len(infos) == 1:
-            return infos[0]
-        return msgspec.structs.replace(
-            infos[0],
-            max_model_len=min(info.max_model_len for info in infos),
-            max_num_seqs=sum(info.max_num_seqs for info in infos),
-            num_blocks=sum(info.num_blocks for info in infos),
-            cache_bytes=sum(info.cache_bytes for info in infos),
-            load_seconds=max(info.load_seconds for info in infos),
-        )
-
-    @property
     def stats(self) -> EngineStats:
         """Sums over the engines, and the requests in the queue."""
         stats = EngineStats.sum([engine.stats for engine in self.engines])
@@ -138,18 +122,6 @@ class EngineGroup(AsyncRequests):
     @property
     def text(self) -> EngineTokenizer:
         return self._smallest.text
-
-    @property
-    def max_model_len(self) -> int:
-        return self._smallest.max_model_len
-
-    @property
-    def default_sampling(self) -> SamplingDefaults:
-        return self._smallest.default_sampling
-
-    @property
-    def pooling(self) -> PoolingInfo | None:
-        return self._smallest.pooling
 
     @property
     def _smallest(self) -> AsyncEngine:
@@ -359,6 +331,7 @@ class EngineGroup(AsyncRequests):
         """Start an engine again after it has ended; see `AsyncEngine.restart`. Raises `EngineError`."""
         load = self._loads[number]
         info = await load.engine.restart()
+        self.info = _sum_info([engine.info for engine in self.engines])
         missed, load.missed = load.missed, []
         await load.engine.catch_up(missed)
         load.prefixes = PrefixEstimate(info.num_blocks)
@@ -449,3 +422,17 @@ class EngineGroup(AsyncRequests):
 async def _ignoring_errors(change: Awaitable[None]) -> None:
     with suppress(EngineError):
         await change
+
+
+def _sum_info(infos: Sequence[EngineInfo]) -> EngineInfo:
+    """Return the properties of a model; the sizes are sums over its engines."""
+    if len(infos) == 1:
+        return infos[0]
+    return msgspec.structs.replace(
+        infos[0],
+        max_model_len=min(info.max_model_len for info in infos),
+        max_num_seqs=sum(info.max_num_seqs for info in infos),
+        num_blocks=sum(info.num_blocks for info in infos),
+        cache_bytes=sum(info.cache_bytes for info in infos),
+        load_seconds=max(info.load_seconds for info in infos),
+    )
