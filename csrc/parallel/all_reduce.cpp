@@ -7,9 +7,7 @@
 #include <cstring>
 #include <thread>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "threads/spin.h"
 
 namespace neso {
 namespace {
@@ -26,24 +24,12 @@ constexpr auto kLongestSleep = std::chrono::milliseconds(1);
 constexpr int kSleepPart = 32;
 constexpr int kSpinsPerCheck = 32;
 
-void pause_cpu() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 // Wait until `value` is at least `number`, modulo 2^32.
 void wait_for(const std::atomic<uint32_t>& value, uint32_t number) {
     const auto reached = [&] { return int32_t(value.load(std::memory_order_acquire) - number) >= 0; };
     if (reached()) return;
     const auto begin = Clock::now();
-    while (true) {
-        for (int i = 0; i < kSpinsPerCheck; ++i) {
-            if (reached()) return;
-            pause_cpu();
-        }
+    while (!spin(kSpinsPerCheck, reached)) {
         const auto waited = Clock::now() - begin;
         if (waited > kYieldTime) {
             std::this_thread::sleep_for(std::min<Clock::duration>(waited / kSleepPart, kLongestSleep));

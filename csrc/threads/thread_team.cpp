@@ -2,9 +2,7 @@
 
 #include <chrono>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "threads/spin.h"
 
 namespace neso {
 namespace {
@@ -16,14 +14,6 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpinTime = std::chrono::microseconds(20);
 constexpr int kSpinsPerCheck = 32;
 
-void pause_cpu() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 // Wait until done(value): spin for a while, then sleep.
 template <typename Done>
 void wait_until(const std::atomic<uint32_t>& value, const Done& done) {
@@ -31,10 +21,7 @@ void wait_until(const std::atomic<uint32_t>& value, const Done& done) {
     if (done(seen)) return;
     const auto end = Clock::now() + kSpinTime;
     do {
-        for (int i = 0; i < kSpinsPerCheck; ++i) {
-            if (done(value.load(std::memory_order_acquire))) return;
-            pause_cpu();
-        }
+        if (spin(kSpinsPerCheck, [&] { return done(value.load(std::memory_order_acquire)); })) return;
     } while (Clock::now() < end);
     while (!done(seen = value.load(std::memory_order_acquire))) value.wait(seen, std::memory_order_acquire);
 }
