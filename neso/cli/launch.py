@@ -48,7 +48,7 @@ def launch(
     ] = False,
     no_mpi: Annotated[bool, typer.Option("--no-mpi", help="Start one process without ranks.")] = False,
     oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="No effect: more ranks than cores are always allowed.")
+        bool, typer.Option("--oversubscribe", help="Accepted; more ranks than cores are always allowed.")
     ] = False,
     tritonserver: Annotated[
         str, typer.Option("--tritonserver", help="No effect: the server is neso serve.")
@@ -64,9 +64,12 @@ def launch(
     ] = False,
 ) -> None:
     """Run the command; see `LAUNCH_HELP`."""
-    del oversubscribe, multimodal_gpu0_cuda_mem_pool_bytes
+    del oversubscribe  # always allowed
+    if disable_spawn_processes:
+        _warn("--disable-spawn-processes has no effect: with --multi-model the server starts all ranks")
+    if multimodal_gpu0_cuda_mem_pool_bytes:
+        _warn("--multimodal_gpu0_cuda_mem_pool_bytes has no effect: the server has no memory pools")
     if multi_model and disable_spawn_processes:
-        _warn("--disable-spawn-processes has no effect: the server starts the ranks of all models")
         world_size = 1
     elif multi_model and world_size > 1:
         raise _wrong("--world_size must be 1 with --multi-model: the server starts the ranks of all models")

@@ -1,7 +1,6 @@
 """Leader mode of `neso serve`: one of several processes that mpirun, srun, torchrun or a LeaderWorkerSet has started.
 
-Rank 0 serves all protocols. The others serve nothing: they execute the steps of one model together with rank 0, and end
-with it.
+Rank 0 serves all protocols. The others only execute the steps of one model together with rank 0, and exit with it.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import signal
 from dataclasses import replace
 
 from neso.cli.flag_values import OptionError
-from neso.cli.serve_options import ServeOptions
+from neso.cli.serve_options import ENGINE_BACKENDS, ServeOptions
 from neso.engine.parallel.launched_rank import LaunchedRank
 
 logger = logging.getLogger("neso")
 
 RANK_MODEL = "tensorrt_llm"
-"""The model that runs on the ranks, by default: that of TensorRT-LLM's repositories."""
-_BACKENDS = ("llm", "neso", "tensorrtllm", "embedding")
+"""Default of `--rank-model`: the name of the model in TensorRT-LLM's repositories."""
 
 
 def rank_address(options: ServeOptions, launched: LaunchedRank) -> str:
@@ -26,8 +24,8 @@ def rank_address(options: ServeOptions, launched: LaunchedRank) -> str:
     address = options.rank_address or launched.address
     if address is None:
         raise OptionError(
-            f"{launched.launcher} has started {launched.size} ranks on several hosts: give all of them "
-            "--rank-address HOST:PORT, an address of rank 0"
+            f"{launched.launcher} has started {launched.size} ranks on several hosts: pass --rank-address "
+            "HOST:PORT, an address of rank 0, to all of them"
         )
     return address
 
@@ -38,7 +36,7 @@ def lead(options: ServeOptions, launched: LaunchedRank) -> ServeOptions:
     logger.info("%s: rank 0 of %d, model '%s' runs on the ranks", launched.launcher, launched.size, model)
     settings = {"ranks": str(launched.size), "rank-address": address, "rank-model": model}
     config = options.server.backend_config
-    config = {**config, **{name: {**config.get(name, {}), **settings} for name in _BACKENDS}}
+    config = {**config, **{name: {**config.get(name, {}), **settings} for name in ENGINE_BACKENDS}}
     engine = {name: value for name, value in options.engine.items() if name != "rank_address"}
     return replace(options, engine=engine, server=replace(options.server, backend_config=config))
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from google.protobuf import text_format  # type: ignore[import-untyped]
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.cli.serve_options import ServeOptions
+from neso.cli.serve_options import ENGINE_BACKENDS, ServeOptions
 from neso.server.config.model_config import string_parameter
 
-_BACKENDS = ("llm", "neso", "tensorrtllm", "embedding")
 _DEVICE_PARAMETERS = ("gpu_device_ids", "device_ids")
 
 
@@ -23,7 +22,7 @@ def orchestrate(options: ServeOptions) -> ServeOptions:
     config = options.server.backend_config
     config = {
         **config,
-        **{name: {"cpu-devices": str(count), **config.get(name, {})} for name in _BACKENDS},
+        **{name: {"cpu-devices": str(count), **config.get(name, {})} for name in ENGINE_BACKENDS},
     }
     return replace(options, server=replace(options.server, backend_config=config))
 
@@ -45,12 +44,12 @@ def num_devices(models: list[ModelConfig]) -> int:
 
 
 def read_config(path: Path) -> ModelConfig | None:
-    """Read a model configuration; None if it is of another backend, or invalid, which the load of the model reports."""
+    """Read a model configuration; None if it is of another backend or invalid (loading the model reports that)."""
     try:
         config = text_format.Parse(path.read_text(), ModelConfig())
     except (OSError, UnicodeDecodeError, text_format.ParseError):
         return None
-    known = config.backend in (*_BACKENDS, "${triton_backend}")
+    known = config.backend in (*ENGINE_BACKENDS, "${triton_backend}")
     return config if known else None
 
 

@@ -48,6 +48,10 @@ class ModelArgument:
         return cls(name, checkpoint)
 
 
+ENGINE_BACKENDS = ("llm", "neso", "tensorrtllm", "embedding")
+"""Backends whose models run in engines; leader and orchestrator mode pass their settings to them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """All options of `neso serve`. Disabled frontends are None.

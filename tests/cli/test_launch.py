@@ -71,6 +71,21 @@ def test_commands(started, arguments, expected):
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--disable-spawn-processes"],
+        ["--multi-model", "--disable-spawn-processes"],
+        ["--multimodal_gpu0_cuda_mem_pool_bytes=1000"],
+        ["--tritonserver=/x"],
+    ],
+)
+def test_options_without_effect_are_reported(started, arguments):
+    status, output = launch(*arguments)
+    assert status == 0 and started
+    assert f"{arguments[-1].partition('=')[0]} has no effect" in output
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--world_size=2", "--multi-model"], "--world_size must be 1 with --multi-model"),

@@ -1,4 +1,4 @@
-"""Engines that several server processes use: the server process starts them, front-end processes connect to them."""
+"""Engines shared by several server processes: the server process starts them, front-end processes connect to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ RECONNECT_INTERVAL = 0.25
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """What a front-end process needs to use the engines of a model. `config`: that of the model."""
+    """Configurations by which a front-end process connects to the engines of a model.
+
+    `config`: options of the model; `engines`: options of each engine.
+    """
 
     config: EngineConfig
     engines: tuple[EngineConfig, ...]

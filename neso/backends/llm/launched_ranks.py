@@ -1,7 +1,10 @@
 """Leader mode: a model on the ranks that mpirun, srun or torchrun has started beside the server.
 
-`neso serve` describes them in the settings of the backend: `ranks`, their number, `rank-address`, where rank 0 listens
-for the others, and `rank-model`, the only model that runs on them.
+`neso serve` passes these settings to the backend:
+
+- ranks: number of ranks
+- rank-address: HOST:PORT at which rank 0 listens for the others
+- rank-model: name of the model that runs on the ranks; other models run without them
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Orchestrator mode (`neso serve --multi-model`): each model gets its own GPUs, or its own part of the CPUs.
 
-Devices have numbers, as in TensorRT-LLM's `gpu_device_ids`. Without GPUs, the cores of the server are divided into
-`cpu-devices` parts (a setting of the backend), and a number is one of these parts.
+Devices are numbered, as in TensorRT-LLM's `gpu_device_ids`. Without GPUs, a device is one of `cpu-devices` (a setting of
+the backend) parts of the server's cores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def with_own_devices(
         devices = [device for part in sets for device in part]
         if max(devices) >= total:
             raise InvalidArgument(
-                f"device_ids: there is no device {max(devices)}, the last one is {total - 1}"
+                f"device_ids: device {max(devices)} does not exist, the highest number is {total - 1}"
             )
         for other in claims.claim(owner, name, devices):
             logger.warning("model '%s' uses devices of model '%s'", name, other)

@@ -16,11 +16,11 @@ import msgspec
 
 _LENGTH = struct.Struct("<I")
 MAX_MESSAGE = 1 << 26
-"""Size in bytes above which a message is not one of a rank."""
+"""Maximum size of a message in bytes; larger ones close the connection."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of a rank: who it is and where it runs. `cpus`: the logical CPUs that it may use."""
+    """First message of a rank: its number, process and host. `cpus`: the logical CPUs that it may use."""
 
     rank: int
     size: int
@@ -54,7 +54,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Regular sign of life."""
+    """Heartbeat."""
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
@@ -77,7 +77,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 class Connect(msgspec.Struct, frozen=True, tag="connect"):
     """All ranks have loaded: connect to each other.
 
-    - plan_address: where rank 0 sends its plans; token: shows rank 0 that a connection is one of its ranks
+    - plan_address: where rank 0 sends its plans; token: by which rank 0 recognizes the other ranks
     - block_bytes: size of the largest KV cache block of a rank; free_memory: bytes of the rank with the least memory
     """
 

@@ -1,6 +1,6 @@
-"""Starting of rank processes on this host by the MPI library's mpiexec.
+"""Starts rank processes on this host by the mpiexec of the MPI library.
 
-MPI ranks need a process manager to find each other. Every MPI library has one, and none works with another library.
+MPI ranks find each other by a process manager. Each MPI library has its own, which works only with that library.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def mpiexec_command(num_ranks: int, *, cleanup: bool = False) -> list[str]:
         if family == "Open MPI":
             # The engine places its ranks itself. In containers the user is often root.
             return [*command, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-        # The supervisor ends the other ranks, because it reports which one ended first.
+        # The supervisor ends the other ranks, because it reports which one ended first. mpiexec of MPICH 5.0.2 sometimes
+        # kills them at once all the same.
         return [*command, "-launcher", "fork", *([] if cleanup else ["-disable-auto-cleanup"])]
     raise EngineError(
         f"ranks need the mpiexec of the installed MPI library ({family}), which is not in PATH: "

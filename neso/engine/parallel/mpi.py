@@ -126,7 +126,7 @@ def _mapped_segments() -> set[Path]:
 
 
 def finalize() -> None:
-    """Leave MPI; all ranks must do it."""
+    """Finalize MPI; all ranks must call it."""
     MPI.Finalize()
 
 

@@ -26,7 +26,7 @@ class PlanSender:
         return name if isinstance(name, str) else f":{name[1]}"
 
     def accept(self, count: int, token: str, timeout: float) -> None:
-        """Wait for `count` ranks, which show that they are ranks by `token`. Raises `TimeoutError`."""
+        """Wait until `count` ranks have connected and sent `token`. Raises `TimeoutError`."""
         deadline = time.monotonic() + timeout
         while len(self._streams) < count:
             self._listener.settimeout(max(0.001, deadline - time.monotonic()))

@@ -27,7 +27,10 @@ def main(address: str) -> int:
     die_with_parent()
     launched = launched_rank()
     if launched is None:
-        print("neso: no launcher of ranks (mpirun, srun) has started this process", file=sys.stderr)
+        print(
+            "neso: this process was not started by a launcher of ranks (mpirun, srun, torchrun)",
+            file=sys.stderr,
+        )
         return 2
     try:
         session = RankSession(address, launched.rank, launched.size)

@@ -49,7 +49,7 @@ class RankedRunner(SpecRunner):
     """Sends every operation that changes a rank to the other ranks, then executes it on the runner of rank 0.
 
     - block_bytes, free_memory: of the ranks with the largest KV cache blocks and the least memory
-    - fail: ends the process. An error in a step leaves the other ranks inside an exchange that nobody continues.
+    - fail: ends the process. After an error in a step, the other ranks are blocked in a collective operation.
     """
 
     def __init__(

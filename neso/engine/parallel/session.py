@@ -53,8 +53,8 @@ _CONNECT_TIMEOUT = 60.0
 class RankSession:
     """One rank of a model.
 
-    Weights are loaded before the ranks are connected by MPI: a rank that cannot load them would leave the others in a
-    collective operation for ever. The constructor connects to the supervisor at `address`; raises `OSError`.
+    Weights are loaded before the ranks are connected by MPI: a rank that cannot load them would leave the others
+    blocked in a collective operation. The constructor connects to the supervisor at `address`; raises `OSError`.
     """
 
     def __init__(self, address: str, rank: int, size: int) -> None:
@@ -84,7 +84,7 @@ class RankSession:
         self.layout = RankLayout(rank, self.config.tensor_parallel_size, self.config.pipeline_parallel_size)
         if start.cpus:
             os.sched_setaffinity(0, start.cpus)
-        threading.Thread(target=self._send_signs_of_life, name="rank-heartbeat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="rank-heartbeat", daemon=True).start()
 
     @property
     def runner_options(self) -> RunnerOptions:
@@ -176,7 +176,7 @@ class RankSession:
         except (OSError, msgspec.MsgspecError):
             os._exit(FAILED_STATUS)
 
-    def _send_signs_of_life(self) -> None:
+    def _send_heartbeats(self) -> None:
         interval = heartbeat_interval(self.config.heartbeat_timeout or 8.0)
         try:
             while True:

@@ -49,10 +49,11 @@ from neso.engine.parallel.launcher import (
 logger = logging.getLogger(__name__)
 
 _LEAVE_TIMEOUT = 10.0
-"""Seconds in which all ranks end after rank 0 has left."""
+"""Seconds that the other ranks have to exit after rank 0."""
 _LAST_MESSAGES = 0.5
-"""Seconds after the end of the launcher in which messages of its ranks can arrive."""
+"""Seconds to wait for messages from ranks after their launcher has exited."""
 _NUM_CHECKS = 4
+"""Heartbeat checks within the timeout."""
 
 
 class RankFailure(Exception):
@@ -61,7 +62,7 @@ class RankFailure(Exception):
 
 @dataclass
 class Rank:
-    """What the supervisor knows about a rank. `silent_checks`: number of checks since its last message."""
+    """State of a rank. `silent_checks`: number of heartbeat checks since its last message."""
 
     connection: SupervisorConnection
     hello: Hello
@@ -80,7 +81,7 @@ class Supervisor:
     def __init__(self, config: EngineConfig, engine_address: str, beat: Callable[[], None]) -> None:
         self._config, self._engine_address, self._beat = config, engine_address, beat
         self._selector = selectors.DefaultSelector()
-        self._strangers: list[SupervisorConnection] = []  # connections that have not said which rank they are
+        self._unidentified: list[SupervisorConnection] = []  # connections without a `Hello` so far
         self._ranks: dict[int, Rank] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
         self._started = self._connected = False
@@ -109,17 +110,17 @@ class Supervisor:
             if not self._connected and time.monotonic() > deadline:
                 raise RankFailure(self._late_ranks())
             if time.monotonic() >= self._next_check:
-                self._check_signs_of_life()
+                self._check_heartbeats()
                 self._next_check = time.monotonic() + self._silence_limit / _NUM_CHECKS
 
     def end_ranks(self) -> None:
         """End all ranks that still run, and the launcher."""
         for rank in self._ranks.values():
-            rank.connection.close()  # ranks of other hosts end by themselves
+            rank.connection.close()  # ranks on other hosts exit when it is closed
             if not rank.ended and self._is_child(rank.hello.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.hello.pid, signal.SIGKILL)
-        for connection in self._strangers:
+        for connection in self._unidentified:
             connection.close()
         self._close_listener()
         if self._launcher is None:
@@ -163,7 +164,7 @@ class Supervisor:
     def _accept(self) -> None:
         connected, _ = self._listener.accept()
         connection = SupervisorConnection(connected)
-        self._strangers.append(connection)
+        self._unidentified.append(connection)
         self._selector.register(connected, selectors.EVENT_READ, connection)
 
     def _read(self, connection: SupervisorConnection) -> None:
@@ -176,7 +177,7 @@ class Supervisor:
             if rank is not None:
                 rank.ended = True
             else:
-                self._strangers.remove(connection)
+                self._unidentified.remove(connection)
             return
         for message in messages:
             if rank is None:
@@ -187,11 +188,11 @@ class Supervisor:
                 self._handle(rank, message)
 
     def _admit(self, connection: SupervisorConnection, message: FromRank) -> Rank | None:
-        """Register a new rank. A connection that is none of this model's ranks is closed."""
-        self._strangers.remove(connection)
+        """Register a new rank; close a connection that does not belong to a rank of this model."""
+        self._unidentified.remove(connection)
         known = isinstance(message, Hello) and 0 <= message.rank < self._config.num_ranks
         if not isinstance(message, Hello) or not known or message.rank in self._ranks:
-            logger.warning("closed a connection to the control channel of ranks: it is none of the ranks")
+            logger.warning("closed a connection to the control channel that is not from a rank of this model")
             self._selector.unregister(connection.socket)
             connection.close()
             return None
@@ -208,7 +209,7 @@ class Supervisor:
         return rank
 
     def _start(self) -> None:
-        """Let all ranks load their weights, each on its own cores."""
+        """Tell all ranks to load their weights, each on its own cores."""
         self._close_listener()
         self._require_equal("uses the MPI library", lambda rank: rank.hello.library)
         cpus = self._split_cpus()
@@ -306,7 +307,7 @@ class Supervisor:
         limit = self._config.heartbeat_timeout or 1e9
         return limit if self._connected else max(limit, self._config.step_timeout)
 
-    def _check_signs_of_life(self) -> None:
+    def _check_heartbeats(self) -> None:
         # Checks are counted instead of time, which also passes while this process is stopped.
         for rank in self._ranks.values():
             rank.silent_checks += 1
