@@ -302,7 +302,7 @@ async def test_several_repositories(repository, start_core, tmp_path):
     other.add("twice")
     core = await start_core(model_repository=(repository.path, other.path))
     assert [model.name for model in core.models()] == ["a", "b"]
-    assert "not unique" in index_of(core, "twice")[0].reason
+    assert index_of(core, "twice")[0].reason == "model appears in two or more repositories"
 
 
 async def test_a_repository_must_exist(tmp_path):

@@ -81,7 +81,7 @@ async def test_without_namespaces_the_step_is_not_loaded(pair: Pair, start_core)
     core = await start_core(model_repository=pair.paths)
     assert core.models() == []
     assert {entry.name: entry.reason for entry in core.repository_index()}["step"].endswith(
-        "not unique across all model repositories"
+        "model appears in two or more repositories"
     )
 
 

@@ -15,7 +15,7 @@ from neso.server.loading.model_table import ModelTable
 from neso.server.metadata import IndexEntry
 from neso.server.options import ModelControlMode, ServerOptions
 from neso.server.repository.names import check_model_name
-from neso.server.repository.repositories import ModelRepositories
+from neso.server.repository.repositories import IN_SEVERAL, ModelRepositories
 from neso.server.repository.source import Fingerprint, ModelSource, source_of_files
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ class ModelControl:
             ]
             await self._all(self._lifecycle.unload(id, self._options.unload_timeout) for id in gone)
             for name in scan.ambiguous - self._added.keys():
-                self._fail(name, f"model '{name}' is not unique across all model repositories")
+                self._fail(name, IN_SEVERAL)
             await self._load_or_log(there.values())
             for id in gone:
                 await self._lifecycle.forget(id)

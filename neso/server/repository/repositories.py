@@ -16,6 +16,10 @@ from neso.server.repository.source import LocalRepository, ModelSource
 logger = logging.getLogger(__name__)
 
 
+IN_SEVERAL = "model appears in two or more repositories"
+"""Reason for a model that is not loaded because its name is ambiguous; Triton's message."""
+
+
 class Repository(Protocol):
     """A repository with `<folder>/config.pbtxt` and `<folder>/<version>/…` for each model."""
 
@@ -140,7 +144,7 @@ class ModelRepositories:
         if not found:
             raise NotFound(f"model '{name}' is in no model repository")
         if len(found) > 1 and not self._namespacing:
-            raise InvalidArgument(f"model '{name}' is not unique across all model repositories")
+            raise InvalidArgument(IN_SEVERAL)
         return found
 
     def find_one(self, name: str, namespace: str) -> ModelSource:

@@ -105,7 +105,10 @@ async def test_a_name_that_becomes_ambiguous(repository: RepositoryBuilder, star
     for _ in range(2):
         await core.poll_repositories()
         (entry,) = index_of(core, "m")
-        assert entry.state is ModelState.UNAVAILABLE and "not unique" in entry.reason
+        assert (
+            entry.state is ModelState.UNAVAILABLE
+            and entry.reason == "model appears in two or more repositories"
+        )
     shutil.rmtree(twin)
     await core.poll_repositories()
     assert await value_of(core, "m") == 1

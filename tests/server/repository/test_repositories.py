@@ -28,7 +28,7 @@ def test_names_are_unique(both) -> None:
     assert repositories.names() == {"a", "b", "twice"}
     (a,) = repositories.find("a")
     assert (a.id, a.directory, a.namespace, a.renamed) == ("a", both[0].path / "a", "", False)
-    with pytest.raises(InvalidArgument, match="not unique"):
+    with pytest.raises(InvalidArgument, match="two or more repositories"):
         repositories.find("twice")
     with pytest.raises(NotFound):
         repositories.find("README")
