@@ -1,7 +1,7 @@
 """Orchestrator mode (`neso serve --multi-model`): each model gets its own GPUs, or its own part of the CPUs.
 
-Devices are numbered, as in TensorRT-LLM's `gpu_device_ids`. Without GPUs, a device is one of `cpu-devices` (a setting of
-the backend) parts of the server's cores.
+Devices are numbered, as in TensorRT-LLM's `gpu_device_ids`. Without GPUs, the cores of the server are divided
+into `cpu-devices` parts (a setting of the backend), and each part is a device.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def mpiexec_command(num_ranks: int, *, cleanup: bool = False) -> list[str]:
         if family == "Open MPI":
             # The engine places its ranks itself. In containers the user is often root.
             return [*command, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-        # The supervisor ends the other ranks, because it reports which one ended first. mpiexec of MPICH 5.0.2 sometimes
-        # kills them at once all the same.
+        # The supervisor ends the other ranks, because it reports which one ended first. In spite of the
+        # option, mpiexec of MPICH 5.0.2 sometimes kills them at once.
         return [*command, "-launcher", "fork", *([] if cleanup else ["-disable-auto-cleanup"])]
     raise EngineError(
         f"ranks need the mpiexec of the installed MPI library ({family}), which is not in PATH: "
