@@ -1,6 +1,6 @@
 """Cost and speed of load generators on the same server: neso perf, perf_analyzer and aiperf.
 
-    bench/install_perf_tools.sh FOLDER          # perf_analyzer, and aiperf with 1.2 GB
+    bench/install_perf_tools.sh FOLDER perf_analyzer aiperf
     python bench/perf_client.py --tools FOLDER [--requests 20000] [--concurrency 32] [--rounds 3] [--interval-ms 0]
 
 The server is bench/stub_server.py; each response streams 16 tokens. The tools run one after the other in each round.
@@ -174,7 +174,7 @@ def main() -> None:
     arguments = parse_arguments(parser, requests=100, concurrency=4, rounds=1)
     tools: dict[str, Tool] = {"neso perf": neso_perf}
     if arguments.tools:
-        found = {"perf_analyzer": (perf_analyzer, "perf_analyzer"), "aiperf": (aiperf, "aiperf/bin/aiperf")}
+        found = {"perf_analyzer": (perf_analyzer, "bin/perf_analyzer"), "aiperf": (aiperf, "bin/aiperf")}
         tools |= {
             name: make((arguments.tools / path).resolve())
             for name, (make, path) in found.items()

@@ -347,8 +347,8 @@ def _write_in_python(response: InferenceResponse, output_format: OutputFormat) -
         name = tensor.name
         entry: dict[str, Any] = {"name": name, "datatype": tensor.datatype, "shape": tensor.array.shape}
         if output_format.shared and name in output_format.shared:
-            shared = output_format.shared[name]
-            entry["parameters"] = shared.parameters(shared.write(tensor))
+            # No parameters, as in Triton: its C++ client fails on an output with parameters but no binary_data_size.
+            output_format.shared[name].write(tensor)
         elif binary.get(name, default):
             _add_blob(tensor, entry, blobs)
         else:
