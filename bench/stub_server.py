@@ -1,9 +1,13 @@
 """An OpenAI-compatible server without a model, fast enough to measure load generators.
 
-    python bench/stub_server.py PORT [--tokens 16] [--interval-ms 0] [--processes 1] [--seconds 0]
+    python bench/stub_server.py PORT [--tokens 16] [--first-ms 0] [--interval-ms 0] [--processes 1] [--seconds 0]
 
-Chat and completions respond with `--tokens` words, streamed as one event per word if the request asks for it. With
-`--interval-ms 0` a response is one write. Processes share the port.
+Chat and completions respond with `--tokens` words, streamed as one event per word if the request asks for it, and with
+usage if its `stream_options` do; the prompt tokens of the usage are the words of the body. With both delays 0 a
+response is one write. Otherwise word i (from 0) is written `first-ms + i * interval-ms` after the arrival of the
+request, and the end of the response together with the last word. A response that is not streamed is written at the time
+of its last word. A word is never early, and a late one does not delay those after it. `GET /delays` returns the mean
+delays that the stub really kept since the last such call. Processes share the port.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import argparse
 import asyncio
 import multiprocessing
 import socket
+import statistics
+import time
 
 import httptools
 import orjson
@@ -25,9 +31,9 @@ _CHUNKED = b"Transfer-Encoding: chunked\r\n"
 class StubServer(asyncio.Protocol):
     """One connection. Responses are bytes made once per kind of request."""
 
-    def __init__(self, tokens: int, interval_ms: float) -> None:
+    def __init__(self, tokens: int, first_ms: float, interval_ms: float) -> None:
         self._tokens = tokens
-        self._interval = interval_ms / 1000
+        self._first, self._interval = first_ms / 1000, interval_ms / 1000
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
         self._body = b""
@@ -47,30 +53,57 @@ class StubServer(asyncio.Protocol):
     def on_message_complete(self) -> None:
         write = self._transport.write
         if not self._body:
-            write(_unary(b'{"object":"list","data":[{"id":"stub"}]}'))
+            delays = self._url.endswith(b"/delays")
+            write(_unary(_take_delays() if delays else b'{"object":"list","data":[{"id":"stub"}]}'))
             return
         kind = "chat" if b"chat" in self._url else "completions"
         if b"embeddings" in self._url:
             write(_unary(_EMBEDDING))
             return
         prompt_tokens = len(self._body.split())
-        if not orjson.loads(self._body).get("stream"):
-            write(_unary(_complete(kind, self._tokens, prompt_tokens)))
+        request = orjson.loads(self._body)
+        if not request.get("stream"):
+            body = _unary(_complete(kind, self._tokens, prompt_tokens))
+            self._respond([b""] * (self._tokens - 1) + [body])
             return
         head = _HEAD % (b"text/event-stream", _CHUNKED)
         events = _events(kind, self._tokens)
-        end = _chunk(b"data: " + _usage(kind, self._tokens, prompt_tokens) + b"\n\n") + _chunk(
-            b"data: [DONE]\n\n"
-        )
-        if self._interval:
-            self._task = asyncio.ensure_future(self._paced([head, *events, end + b"0\r\n\r\n"]))
-            return
-        write(b"".join([head, *events, end, b"0\r\n\r\n"]))
+        end = _chunk(b"data: [DONE]\n\n")
+        if (request.get("stream_options") or {}).get("include_usage"):
+            end = _chunk(b"data: " + _usage(kind, self._tokens, prompt_tokens) + b"\n\n") + end
+        words = events.copy()
+        words[0] = head + words[0]
+        words[-1] += end + b"0\r\n\r\n"
+        self._respond(words)
 
-    async def _paced(self, events: list[bytes]) -> None:
-        for event in events:
-            self._transport.write(event)
-            await asyncio.sleep(self._interval)
+    def _respond(self, words: list[bytes]) -> None:
+        if self._first or self._interval:
+            self._task = asyncio.ensure_future(self._paced(words))
+        else:
+            self._transport.write(b"".join(words))
+
+    async def _paced(self, words: list[bytes]) -> None:
+        start = time.monotonic()
+        written = [start]
+        for number, word in enumerate(words):
+            due = start + self._first + number * self._interval
+            # The loop's timer has a resolution of 1 ms and may be early.
+            while (left := due - time.monotonic()) > 0:  # noqa: ASYNC110
+                await asyncio.sleep(left)
+            written.append(time.monotonic())
+            self._transport.write(word)
+        _DELAYS.append((written[1] - start, written[-1] - start))
+
+
+_DELAYS: list[tuple[float, float]] = []
+"""Seconds from the arrival of each request to its first and last word."""
+
+
+def _take_delays() -> bytes:
+    taken = _DELAYS.copy()
+    _DELAYS.clear()
+    first, last = (1e3 * statistics.fmean(values) for values in zip(*taken, strict=True)) if taken else (0, 0)
+    return orjson.dumps({"requests": len(taken), "first_ms": first, "last_ms": last})
 
 
 _EMBEDDING = b'{"data":[{"object":"embedding","index":0,"embedding":[0.5]}],"usage":{"prompt_tokens":8}}'
@@ -124,7 +157,9 @@ def _complete(kind: str, tokens: int, prompt_tokens: int) -> bytes:
     return orjson.dumps({**_fields(kind), "choices": [choice], "usage": _counts(tokens, prompt_tokens)})
 
 
-def serve(port: int, tokens: int = 16, interval_ms: float = 0.0, seconds: float = 0.0) -> None:
+def serve(
+    port: int, tokens: int = 16, first_ms: float = 0.0, interval_ms: float = 0.0, seconds: float = 0.0
+) -> None:
     """Serve for `seconds`, or with 0 until the process is killed."""
 
     async def run() -> None:
@@ -133,7 +168,9 @@ def serve(port: int, tokens: int = 16, interval_ms: float = 0.0, seconds: float 
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", port))
         loop = asyncio.get_running_loop()
-        await loop.create_server(lambda: StubServer(tokens, interval_ms), sock=listener, backlog=4096)
+        await loop.create_server(
+            lambda: StubServer(tokens, first_ms, interval_ms), sock=listener, backlog=4096
+        )
         await (asyncio.sleep(seconds) if seconds else asyncio.Event().wait())
 
     uvloop.run(run())
@@ -145,11 +182,12 @@ def main() -> None:
     )
     parser.add_argument("port", type=int, nargs="?", default=0)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--interval-ms", type=float, default=0.0)
+    parser.add_argument("--first-ms", type=float, default=0.0, help="delay of the first word")
+    parser.add_argument("--interval-ms", type=float, default=0.0, help="time between two words")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.0)
     arguments = parse_arguments(parser, seconds=0.1)
-    place = (arguments.port, arguments.tokens, arguments.interval_ms, arguments.seconds)
+    place = (arguments.port, arguments.tokens, arguments.first_ms, arguments.interval_ms, arguments.seconds)
     for _ in range(arguments.processes - 1):
         multiprocessing.get_context("spawn").Process(target=serve, args=place, daemon=True).start()
     serve(*place)

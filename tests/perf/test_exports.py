@@ -22,7 +22,21 @@ from neso.perf.metrics import parse_slos
 from neso.perf.output_options import OutputOptions
 from neso.perf.records import Records, RequestRecord
 
-STATISTICS = {"avg", "min", "max", "std", "p99", "p95", "p90", "p75", "p50", "p25"}
+STATISTICS = {"avg", "min", "max", "std", "p99", "p95", "p90", "p75", "p50", "p25", "p10", "p5", "p1"}
+GENAI_PERF_CSV = """Metric,avg,min,max,p99,p95,p90,p75,p50,p25,p10,p5,p1
+Time To First Token (ms),
+Time To Second Token (ms),
+Request Latency (ms),
+Inter Token Latency (ms),
+Output Token Throughput Per User (tokens/sec/user),
+Output Sequence Length (tokens),
+Input Sequence Length (tokens),
+Metric,Value
+Output Token Throughput (tokens/sec),
+Request Throughput (per sec),
+Request Goodput (per sec),
+Request Count (count),"""
+"""Header and names in a file of genai-perf 0.0.16."""
 
 
 @pytest.fixture
@@ -45,11 +59,15 @@ def test_json_has_the_keys_of_genai_perf(options):
         ("output_sequence_length", "tokens"),
         ("input_sequence_length", "tokens"),
         ("goodput", "requests/sec"),
+        ("request_goodput", "requests/sec"),
     ):
         assert content[name]["unit"] == unit
         assert "avg" in content[name]
     assert content["time_to_first_token"].keys() >= STATISTICS
-    assert content["input_config"]["endpoint"]["models"] == ["neso-pilot"]
+    config = content["input_config"]
+    assert config["endpoint"]["models"] == config["model_names"] == ["neso-pilot"]
+    assert config["endpoint"]["type"] == "chat"
+    assert config["perf_analyzer"]["stimulus"] == {"concurrency": 4}
     assert content["errors"] == {"http 503": {"count": 3, "example": "<busy>"}}
     assert folder.name == "neso-pilot-openai-chat-concurrency4"
 
@@ -57,11 +75,12 @@ def test_json_has_the_keys_of_genai_perf(options):
 def test_csv_has_two_tables(options):
     folder = write_run(fake_run(), options)
     rows = list(csv.reader(io.StringIO((folder / "profile_export_genai_perf.csv").read_text())))
-    assert rows[0] == ["Metric", "avg", "min", "max", "p99", "p95", "p90", "p75", "p50", "p25"]
+    expected = list(csv.reader(io.StringIO(GENAI_PERF_CSV)))
+    assert rows[0] == expected[0]
     empty = rows.index([])
-    assert rows[1][0] == "Time To First Token (ms)" and len(rows[1]) == 10
+    assert rows[1][0] == "Time To First Token (ms)" and len(rows[1]) == len(rows[0])
     assert rows[empty + 1] == ["Metric", "Value"]
-    assert any(row[0] == "Request Throughput (per sec)" for row in rows[empty + 2 :])
+    assert {row[0] for row in rows if row} >= {row[0] for row in expected}
 
 
 def test_jsonl_has_a_line_for_each_request_also_failed_ones(options):
@@ -85,7 +104,9 @@ def test_jsonl_has_a_line_for_each_request_also_failed_ones(options):
 def test_raw_profile_has_the_timestamps_of_perf_analyzer(tmp_path):
     run = fake_run(requests=5)
     folder = write_run(run, OutputOptions(artifact_dir=tmp_path, export_raw=True))
-    (experiment,) = json.loads((folder / "profile_export.json").read_text())["experiments"]
+    content = json.loads((folder / "profile_export.json").read_text())
+    assert content["endpoint"] == "v1/chat/completions"
+    (experiment,) = content["experiments"]
     assert experiment["experiment"] == {"mode": "concurrency", "value": 4}
     assert [len(one["response_timestamps"]) for one in experiment["requests"]] == [
         len(record.arrivals_ns) for record in run.records

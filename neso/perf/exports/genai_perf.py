@@ -11,15 +11,26 @@ import numpy as np
 
 from neso.perf.measurement import Measurement, as_dict, endpoint_setting
 from neso.perf.metrics import METRICS
+from neso.perf.records import RunResult
 
-_STATISTICS = ("avg", "min", "max", "p99", "p95", "p90", "p75", "p50", "p25")
+_STATISTICS = ("avg", "min", "max", "p99", "p95", "p90", "p75", "p50", "p25", "p10", "p5", "p1")
+_PATHS = {
+    "chat": "v1/chat/completions",
+    "vision": "v1/chat/completions",
+    "completions": "v1/completions",
+    "embeddings": "v1/embeddings",
+    "rankings": "v1/ranking",
+}
+"""Default paths, by which genai-perf recognizes the format of a response."""
 
 
 def write_json(measurement: Measurement, path: Path) -> None:
     """Write unit and statistics of all metrics, then the options, errors and other facts of the run."""
     run = measurement.result
     content: dict[str, Any] = as_dict(measurement)
-    content["input_config"] = {**run.settings, "load": run.load}
+    if "goodput" in content:
+        content["request_goodput"] = content["goodput"]  # the name in genai-perf
+    content["input_config"] = _input_config(run)
     content["errors"] = {
         kind: {"count": number, "example": message} for kind, (number, message) in measurement.errors.items()
     }
@@ -29,6 +40,24 @@ def write_json(measurement: Measurement, path: Path) -> None:
     content["client"] = run.client
     content["telemetry_stats"] = run.telemetry.get("summary", {})
     path.write_text(json.dumps(content, indent=2, default=str, ensure_ascii=False), encoding="utf-8")
+
+
+def _input_config(run: RunResult) -> dict[str, Any]:
+    """Return all options, and those that identify a run also at the places where genai-perf has them."""
+    endpoint = run.settings.get("endpoint", {})
+    return {
+        **run.settings,
+        "load": run.load,
+        "subcommand": "profile",
+        "model_names": endpoint.get("models", []),
+        "endpoint": {
+            **endpoint,
+            "type": endpoint.get("endpoint_type"),
+            "url": next(iter(endpoint.get("urls") or ()), None),
+        },
+        "perf_analyzer": {"stimulus": run.load},
+        "tokenizer": {"name": run.settings.get("input", {}).get("tokenizer")},
+    }
 
 
 def write_csv(measurement: Measurement, path: Path) -> None:
@@ -45,8 +74,9 @@ def write_csv(measurement: Measurement, path: Path) -> None:
         writer.writerow(["Metric", "Value"])
         for metric in METRICS:
             if metric.name in summaries and metric.of_run:
-                unit = metric.unit.replace("tokens/sec", "per sec").replace("requests/sec", "per sec")
-                writer.writerow([f"{metric.title} ({unit})", f"{summaries[metric.name].avg:.2f}"])
+                unit = "per sec" if metric.unit == "requests/sec" else metric.unit
+                title = "Request Goodput" if metric.name == "goodput" else metric.title
+                writer.writerow([f"{title} ({unit})", f"{summaries[metric.name].avg:,.2f}"])
 
 
 def write_raw_profile(measurement: Measurement, path: Path) -> None:
@@ -55,6 +85,7 @@ def write_raw_profile(measurement: Measurement, path: Path) -> None:
     Response texts are given once, with the last response: the client keeps no text of single chunks.
     """
     run, records = measurement.result, measurement.records
+    kind = endpoint_setting(run, "endpoint_type") or "chat"
     mode, value = next(iter(run.load.items()), ("concurrency", 1))
     offset = records.epoch_offset_ns
     requests = []
@@ -72,7 +103,7 @@ def write_raw_profile(measurement: Measurement, path: Path) -> None:
     bounds = (np.array([run.start_ns, run.end_ns]) + offset).tolist()
     content = {
         "service_kind": "openai",
-        "endpoint": endpoint_setting(run, "endpoint_type") or "chat",
+        "endpoint": endpoint_setting(run, "path") or _PATHS.get(kind, kind),
         "experiments": [
             {"experiment": {"mode": mode, "value": value}, "requests": requests, "window_boundaries": bounds}
         ],

@@ -12,7 +12,7 @@ from pathlib import Path
 from eventually import wait_until
 from free_port import free_port
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "stub_server.py"
+SCRIPT = Path(__file__).parents[1] / "bench" / "stub_server.py"
 
 
 class StubProcess:
