@@ -255,3 +255,38 @@ def test_all_operations_are_rejected_when_disabled(memory):
     ):
         with refused(ErrorCode.UNSUPPORTED, "disabled; start the server with --allow-client-shm=true"):
             call()
+
+
+def test_follow_registers_and_removes_regions(manager, memory):
+    other = SharedMemory(enabled=True)
+    other.register("a", key(memory), 0, SIZE)
+    other.register("b", key(memory), 0, 16)
+    manager.follow(other.registrations)
+    other.unregister("a")
+    other.unregister("b")
+    other.register("b", key(memory), 16, 16)
+    manager.follow(other.registrations)
+    assert [(region.name, region.offset) for region in manager.status()] == [("b", 16)]
+    other.unregister()
+    manager.follow(other.registrations)
+    assert manager.status() == [] and manager.registrations == other.registrations == {}
+
+
+def test_follow_skips_deleted_regions(manager, memory, caplog):
+    other = SharedMemory(enabled=True)
+    deleted = Memory(f"/neso_deleted_{os.getpid()}", create=True, size=SIZE)
+    other.register("deleted", key(deleted), 0, SIZE)
+    other.register("kept", key(memory), 0, SIZE)
+    deleted.close()
+    deleted.unlink()
+    manager.follow(other.registrations)
+    manager.follow(other.registrations)
+    assert [region.name for region in manager.status()] == ["kept"]
+    assert (
+        caplog.text.count("shared memory region 'deleted' is not available") == 1
+    )  # once, not at each change
+    other.unregister("deleted")
+    manager.follow(other.registrations)
+    other.register("deleted", key(memory), 0, SIZE)
+    manager.follow(other.registrations)
+    assert len(manager.status()) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import stat
@@ -13,9 +14,18 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from neso.server.errors import AlreadyExists, InternalError, InvalidArgument, NotFound, Unsupported
+from neso.server.errors import (
+    AlreadyExists,
+    InternalError,
+    InvalidArgument,
+    NotFound,
+    ServerError,
+    Unsupported,
+)
 from neso.server.shared_memory.cuda import CudaDriver, CudaRegion
 from neso.server.tensor import MAX_STRINGS, DataType, Tensor
+
+logger = logging.getLogger(__name__)
 
 REGION = "shared_memory_region"
 OFFSET = "shared_memory_offset"
@@ -148,7 +158,7 @@ def _open(key: str) -> int:
 
 
 Registration = tuple[str, tuple[str, Any, int, int]]
-"""Method of `SharedMemory` and arguments that have registered a region."""
+"""How a region was registered: name of the `SharedMemory` method, and its arguments (the region's name first)."""
 
 
 R = TypeVar("R", bound=Region)
@@ -163,6 +173,7 @@ class _RegionTable(Generic[R]):
 
     def __init__(self) -> None:
         self.registered: dict[str, R] = {}
+        self.registrations: dict[str, Registration] = {}  # of the registered regions
         self._in_use: WeakValueDictionary[str, R] = WeakValueDictionary()  # removed, but used by requests
 
     def get(self, name: str) -> R | None:
@@ -171,18 +182,21 @@ class _RegionTable(Generic[R]):
     def list(self) -> list[R]:
         return [*self.registered.values(), *self._in_use.values()]
 
-    def add(self, region: R) -> None:
+    def add(self, region: R, registration: Registration) -> None:
         self._in_use.pop(region.name, None)
         self.registered[region.name] = region
+        self.registrations[region.name] = registration
 
     def remove(self, name: str = "") -> None:
         """Remove the region of a name, if it exists, or all."""
         for one in [name] if name else list(self.registered):
             if (region := self.registered.pop(one, None)) is not None:
                 self._in_use[one] = region
+                del self.registrations[one]
 
     def clear(self) -> None:
         self.registered.clear()
+        self.registrations.clear()
         self._in_use.clear()
 
 
@@ -197,13 +211,12 @@ class SharedMemory:
         self.enabled = enabled
         self._system: _RegionTable[SharedMemoryRegion] = _RegionTable()
         self._cuda: _RegionTable[CudaRegion] = _RegionTable()
-        self._registrations: dict[str, Registration] = {}
+        self._unavailable: dict[str, Registration] = {}  # those that `follow` could not open
 
     @property
     def registrations(self) -> dict[str, Registration]:
         """How the regions were registered, by name."""
-        names = (*self._system.registered, *self._cuda.registered)
-        return {name: self._registrations[name] for name in names}
+        return {**self._system.registrations, **self._cuda.registrations}
 
     def check_enabled(self) -> None:
         """Raise `Unsupported` if shared memory is disabled for clients."""
@@ -237,8 +250,8 @@ class SharedMemory:
         self._check_free(name)
         if not key.strip("/"):
             raise InvalidArgument(f"cannot register shared memory region '{name}' - invalid shm key '{key}'")
-        self._system.add(SharedMemoryRegion.open(name, key, offset, byte_size))
-        self._registrations[name] = "register", (name, key, offset, byte_size)
+        region = SharedMemoryRegion.open(name, key, offset, byte_size)
+        self._system.add(region, ("register", (name, key, offset, byte_size)))
 
     def unregister(self, name: str = "") -> None:
         """Remove the region of a name, if it exists, or all. A region in use goes when its requests have ended."""
@@ -271,8 +284,8 @@ class SharedMemory:
                 f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
             )
         self._check_free(name)
-        self._cuda.add(CudaRegion.open(name, self.cuda, handle, device_id, byte_size))
-        self._registrations[name] = "register_cuda", (name, handle, device_id, byte_size)
+        region = CudaRegion.open(name, self.cuda, handle, device_id, byte_size)
+        self._cuda.add(region, ("register_cuda", (name, handle, device_id, byte_size)))
 
     def unregister_cuda(self, name: str = "") -> None:
         """Remove the region of a name, if it exists, or all. A region in use goes when its requests have ended."""
@@ -280,14 +293,26 @@ class SharedMemory:
         self._cuda.remove(name)
 
     def follow(self, registrations: Mapping[str, Registration]) -> None:
-        """Register and remove regions so that they are those of another process. Raises `ServerError`."""
+        """Register and remove regions so that they are those of another process.
+
+        A region that cannot be opened is skipped: the client may have deleted it since it was registered.
+        """
         for name, known in self.registrations.items():
             if registrations.get(name) != known:
                 self._system.remove(name)
                 self._cuda.remove(name)
-        for name, (method, arguments) in registrations.items():
-            if name not in self.registrations:
+        for name, registration in registrations.items():
+            if name in self.registrations or self._unavailable.get(name) == registration:
+                continue
+            method, arguments = registration
+            try:
                 getattr(self, method)(*arguments)
+            except ServerError as error:
+                self._unavailable[name] = registration
+                logger.warning("shared memory region '%s' is not available: %s", name, error.message)
+        self._unavailable = {
+            name: known for name, known in self._unavailable.items() if registrations.get(name) == known
+        }
 
     def _check_free(self, name: str) -> None:
         if name in self.registrations:
