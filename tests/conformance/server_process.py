@@ -30,6 +30,7 @@ class ServerProcess:
     """The constructor starts the server and returns when it is ready or has exited.
 
     `python`: the interpreter, by default that of this process. `environment`: additional variables.
+    NESO_TEST_SERVER_PROCESSES=2 in the environment of the tests starts each server with `--server-processes=2`.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class ServerProcess:
     ) -> None:
         given = {str(argument).split("=")[0] for argument in arguments}
         places = [f"{flag}={value}" for flag, value in PLACES.items() if flag not in given]
+        if (processes := os.environ.get("NESO_TEST_SERVER_PROCESSES")) and "--server-processes" not in given:
+            places.append(f"--server-processes={processes}")
         command = [str(python), "-m", "neso.cli", "serve", *places, *map(str, arguments)]
         self.process = subprocess.Popen(
             command,
