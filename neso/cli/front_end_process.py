@@ -32,7 +32,7 @@ logger = logging.getLogger("neso")
 
 
 class FrontEndProcess:
-    """Connects to the main process, serves connections, and does what the main process says."""
+    """Serves clients on the shared ports, and executes the operations that the main process calls."""
 
     def __init__(self) -> None:
         self._frontends: dict[str, Frontend] = {}

@@ -1,7 +1,7 @@
-"""Operations that only the main process of several server processes executes, because it has their state.
+"""Forwards requests of stateful OpenAI routes, such as stored responses, from front-end processes to the main process.
 
-A front-end process checks access, reads the body and forwards the request; the main process counts it against the rate
-limits, executes it and sends the response back as it arises.
+A front-end process checks the API key, reads the body and forwards the request. The main process applies the rate
+limits, executes the request and streams the response back.
 """
 
 from __future__ import annotations
@@ -24,38 +24,30 @@ if TYPE_CHECKING:
     from neso.server.core import Core
 
 _OPERATION = "openai"
-_PASSED = (
-    "type",
-    "asgi",
-    "http_version",
-    "method",
-    "scheme",
-    "path",
-    "raw_path",
-    "query_string",
-    "root_path",
+_FORWARDED_SCOPE = (
+    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
+    *("headers", "client", "server", "path_params", "neso.api_key"),
 )
-_ALSO_PASSED = ("headers", "client", "server", "path_params", "neso.api_key")
-"""Members of the ASGI scope that the main process gets."""
-_MAX_WAITING = 16
-"""Messages of a response that wait to be sent to the front-end process."""
+"""Keys of the ASGI scope that are sent to the main process."""
+_MAX_QUEUED = 16
+"""Messages of a response that may wait for the front-end process; then the application waits."""
 
 
 def share_routes(routes: Iterable[Route], core: Core, options: OpenAIOptions) -> None:
-    """Forward the requests of `routes` in a front-end process; accept them in the main process."""
+    """In a front-end process, forward requests of `routes`; in the main process, execute forwarded requests."""
     if isinstance(core, FrontEndCore):
         for route in routes:
-            route.app = _Forwarded(_key(route), core, options)
+            route.app = _ForwardingApp(_key(route), core, options)
     else:
-        core.operations[_OPERATION] = _Accepted(routes).serve
+        core.operations[_OPERATION] = _ForwardedRequests(routes).serve
 
 
 def _key(route: Route) -> tuple[str, str]:
     return min(route.methods or {""}), route.path
 
 
-class _Forwarded:
-    """The ASGI application of a route in a front-end process."""
+class _ForwardingApp:
+    """ASGI application of a route in a front-end process: forwards each request to the main process."""
 
     def __init__(self, key: tuple[str, str], core: FrontEndCore, options: OpenAIOptions) -> None:
         self._key = key
@@ -74,11 +66,11 @@ class _Forwarded:
         await while_connected(receive, self._forward(scope, body, receive, send))
 
     async def _forward(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        passed = {name: scope[name] for name in (*_PASSED, *_ALSO_PASSED) if name in scope}
+        forwarded = {name: scope[name] for name in _FORWARDED_SCOPE if name in scope}
         started = False
         try:
             async with aclosing(
-                self._core.remote_stream(_OPERATION, self._key, passed, body, REQUEST_ID.get())
+                self._core.remote_stream(_OPERATION, self._key, forwarded, body, REQUEST_ID.get())
             ) as messages:
                 async for message in messages:
                     started = True
@@ -90,8 +82,8 @@ class _Forwarded:
             await error_response(unavailable, like_triton=self._like_triton)(scope, receive, send)
 
 
-class _Accepted:
-    """Serves the forwarded requests in the main process."""
+class _ForwardedRequests:
+    """Executes forwarded requests in the main process."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self._apps: dict[tuple[str, str], ASGIApp] = {_key(route): route.app for route in routes}
@@ -99,9 +91,9 @@ class _Accepted:
     async def serve(
         self, key: tuple[str, str], scope: dict[str, Any], body: bytes, request_id: str
     ) -> AsyncGenerator[Message, None]:
-        """Yield the ASGI messages of the response. Closing the generator is a disconnect of the client."""
+        """Yield the ASGI messages of the response. Closing the generator signals a client disconnect."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        room = asyncio.Semaphore(_MAX_WAITING)
+        free_slots = asyncio.Semaphore(_MAX_QUEUED)
         body_messages = [{"type": "http.request", "body": body, "more_body": False}]
         disconnected = asyncio.Event()
 
@@ -112,7 +104,7 @@ class _Accepted:
             return {"type": "http.disconnect"}
 
         async def put(message: Message) -> None:
-            await room.acquire()
+            await free_slots.acquire()
             messages.put_nowait(message)
 
         async def run() -> None:
@@ -124,7 +116,7 @@ class _Accepted:
         try:
             while (message := await messages.get()) is not None:
                 yield message
-                room.release()
+                free_slots.release()
             await task
         finally:
             disconnected.set()
