@@ -75,3 +75,13 @@ setup_vllm() {
     .venv/bin/python scripts/install_vllm.py .venv-vllm
     echo "$state" >"$stamp"
 }
+
+# Triton's perf_analyzer, for tests/conformance/test_perf_analyzer.py, which are skipped without it. Debian on x86-64 only.
+# genai-perf and aiperf (2.1 GB) are left out: see bench/install_perf_tools.sh.
+setup_perf_analyzer() {
+    export NESO_PERF_TOOLS="${NESO_PERF_TOOLS:-$PWD/.perf-tools}"
+    if command -v apt-get >/dev/null && [ ! -x "$NESO_PERF_TOOLS/bin/perf_analyzer" ]; then
+        echo "neso: installing perf_analyzer for the tests of its requests"
+        bench/install_perf_tools.sh "$NESO_PERF_TOOLS" perf_analyzer >/dev/null 2>&1 || echo "neso: perf_analyzer cannot be installed"
+    fi
+}

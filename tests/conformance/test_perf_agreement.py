@@ -21,7 +21,7 @@ from stub_process import StubProcess, stub_process
 
 from neso.models import SHIPPED_MODELS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 TOKENIZER = SHIPPED_MODELS["neso-pilot"]
 TOKENS, FIRST_MS, INTERVAL_MS, REQUESTS = 16, 40.0, 12.0, 60
