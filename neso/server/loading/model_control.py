@@ -35,6 +35,9 @@ class ModelControl:
         )
         self._added: dict[str, ModelSource] = {}
         self._loads: set[asyncio.Task[None]] = set()
+        self._steps_in_load: dict[
+            asyncio.Event, set[str]
+        ] = {}  # steps of the ensembles of each load in progress
         self._looking = asyncio.Lock()
         self._polling: asyncio.Task[None] | None = None
         self._stopping = False
@@ -148,9 +151,15 @@ class ModelControl:
 
     async def _load(self, sources: list[ModelSource]) -> None:
         steps = await asyncio.to_thread(self._steps, sources)
-        # The load of the ensemble reports why a step failed.
-        await self._all(self._lifecycle.load(step) for step in steps if not self._is_overridden(step))
-        results = await self._all(self._lifecycle.load(source, explicit=True) for source in sources)
+        ended = asyncio.Event()
+        self._steps_in_load[ended] = {step.name for step in steps}
+        try:
+            # The load of the ensemble reports why a step failed.
+            await self._all(self._lifecycle.load(step) for step in steps if not self._is_overridden(step))
+            results = await self._all(self._lifecycle.load(source, explicit=True) for source in sources)
+        finally:
+            del self._steps_in_load[ended]
+            ended.set()
         await self._lifecycle.refresh_ensembles()
         for error in results:
             if error is not None:
@@ -160,7 +169,18 @@ class ModelControl:
         record = self._table.get(source.id)
         return record is not None and record.source is not None and record.source.overridden
 
+    async def _loads_with_step(self, name: str) -> None:
+        """Wait for the loads of ensembles with this step: they would load it again. Raises `Unavailable`."""
+        waits = [ended.wait() for ended, steps in self._steps_in_load.items() if name in steps]
+        try:
+            await asyncio.wait_for(asyncio.gather(*waits), self._options.unload_timeout)
+        except asyncio.TimeoutError:
+            raise Unavailable(
+                f"model '{name}' cannot be unloaded: an ensemble is still being loaded"
+            ) from None
+
     async def _unload(self, name: str, unload_dependents: bool) -> None:
+        await self._loads_with_step(name)
         records = self._table.named(name)
         steps = {step for record in records for step in record.steps}
         await asyncio.gather(*(self._lifecycle.unload(r.id, self._options.unload_timeout) for r in records))

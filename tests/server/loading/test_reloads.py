@@ -17,6 +17,7 @@ from neso.backends.python import thread_instances
 from neso.server.core import Core
 from neso.server.errors import ServerError
 from neso.server.inference_response import ResponseStream
+from neso.server.metadata import ModelState
 
 COUNTED = """
 import json, os, threading, time
@@ -365,3 +366,29 @@ async def test_a_model_that_loads_itself_during_its_load(repository, start_core)
     repository.add("m", code)
     core = await asyncio.wait_for(start_core(explicit=True, startup_models=("m",)), 60)
     assert "models depend on each other in a cycle: m -> m" in index_of(core, "m")[0].reason
+
+
+async def test_an_unload_waits_for_the_load_of_an_ensemble(
+    repository: RepositoryBuilder, start_core, tmp_path
+):
+    go = tmp_path / "go"
+    code = f"""
+    import pathlib, time
+    class TritonPythonModel:
+        def initialize(self, args):
+            while not pathlib.Path({str(go)!r}).exists():
+                time.sleep(0.005)
+        def execute(self, requests):
+            return [None for _ in requests]
+    """
+    repository.add("step", code)
+    repository.add_ensemble("all", "step")
+    core = await start_core(explicit=True)
+    load = asyncio.ensure_future(core.load_model("all"))
+    await until(lambda: [entry.state for entry in index_of(core, "step")] == [ModelState.LOADING])
+    unload = asyncio.ensure_future(core.unload_model("step"))
+    await asyncio.sleep(0.05)
+    assert not unload.done()
+    go.touch()
+    await asyncio.gather(load, unload)
+    assert core.models() == []
