@@ -7,6 +7,7 @@ import signal
 import ssl
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,13 @@ def control(server: ServerProcess, name: str, action: str, body: Any = b"") -> t
 
 def names(server: ServerProcess) -> list[str]:
     return [card.id for card in client(server).models.list()]
+
+
+def test_one_of_several_concurrent_unloads_succeeds(explicit: ServerProcess) -> None:
+    control(explicit, "echo", "load")
+    with ThreadPoolExecutor(5) as pool:
+        statuses = [status for status, _ in pool.map(lambda _: control(explicit, "echo", "unload"), range(5))]
+    assert sorted(statuses) == [200, 400, 400, 400, 400]
 
 
 def test_load_and_unload_models(explicit: ServerProcess) -> None:

@@ -186,6 +186,7 @@ class ModelControlApi:
         self._core = core
         self._created = int(time.time())
         self._loading: set[str] = set()
+        self._unloading: set[str] = set()
 
     @operation(
         "POST",
@@ -244,9 +245,13 @@ class ModelControlApi:
         """
         name = context.path_params["model"]
         self._check(name)
-        if not self._core.model_ready(name):
+        if name in self._unloading or not self._core.model_ready(name):
             raise invalid("model", f"Unknown model: '{name}' is not loaded.")
-        await self._core.unload_model(name, request.unload_dependents)
+        self._unloading.add(name)
+        try:
+            await self._core.unload_model(name, request.unload_dependents)
+        finally:
+            self._unloading.discard(name)
         return {"status": "success", "model": name}
 
     def _check(self, name: str) -> None:
