@@ -35,9 +35,8 @@ class ModelControl:
         )
         self._added: dict[str, ModelSource] = {}
         self._loads: set[asyncio.Task[None]] = set()
-        self._steps_in_load: dict[
-            asyncio.Event, set[str]
-        ] = {}  # steps of the ensembles of each load in progress
+        self._steps_in_load: dict[asyncio.Event, set[str]] = {}
+        """Steps of the ensembles of each load in progress, by the event that is set at its end."""
         self._looking = asyncio.Lock()
         self._polling: asyncio.Task[None] | None = None
         self._stopping = False
