@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,24 @@ def test_arrivals_are_the_same_in_all_workers(stub):
         sorted(r.records.columns["intended_ns"] - r.records.columns["intended_ns"].min()) for r in (one, two)
     ]
     assert offsets[0] == offsets[1]
+
+
+def test_ctrl_c_loses_no_message_of_a_worker(stub, monkeypatch: pytest.MonkeyPatch):
+    receive = Connection.recv
+    pressed = []
+
+    def press_ctrl_c(self: Connection):
+        message = receive(self)
+        if message[0] == "records" and not pressed:
+            pressed.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+        return message
+
+    monkeypatch.setattr(Connection, "recv", press_ctrl_c)
+    result = run(stub, LoadPlan(concurrency=2, seconds=600))
+    assert result.stop_reason == "interrupted" and not result.errors
+    numbers = sorted(result.records.columns["number"].tolist())
+    assert numbers and numbers == list(range(len(numbers)))
 
 
 async def test_ctrl_c_writes_the_report_of_what_was_done(tmp_path: Path):

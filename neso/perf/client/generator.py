@@ -85,7 +85,7 @@ class LoadGenerator:
 
     def __enter__(self) -> LoadGenerator:
         """Start the workers. Raises `PerfError` if a worker cannot open the endpoint."""
-        with _ctrl_c_ignored():
+        with _on_ctrl_c(signal.SIG_IGN):  # in the workers
             for number in range(self._num_workers):
                 config = WorkerConfig(
                     self.options,
@@ -144,22 +144,24 @@ class LoadGenerator:
     def _phase(self, plan: LoadPlan, on_records: OnRecords | None) -> _Phase:
         self._counter.reset()
         phase = _Phase(plan, time.monotonic_ns() + _START_DELAY_NS)
-        for worker in self._workers:
-            worker.send("run", plan, phase.start_ns)
-        running = list(self._workers)
-        while running:
-            try:
+        presses: list[int] = []
+        # A KeyboardInterrupt could be raised amid a message of a worker.
+        with _on_ctrl_c(lambda number, _: presses.append(number)):
+            for worker in self._workers:
+                worker.send("run", plan, phase.start_ns)
+            running = list(self._workers)
+            while running:
                 running = self._collect(running, phase)
                 self._check_end(phase)
                 if on_records is not None:
                     phase.show(on_records)
-            except KeyboardInterrupt:
-                if phase.reason == "interrupted":
-                    raise
-                self._stop(phase, "interrupted")
-            if phase.must_end_ns and time.monotonic_ns() > phase.must_end_ns:
-                phase.errors.append("a worker did not stop in time; its last records are lost")
-                break
+                if len(presses) > 1:
+                    raise KeyboardInterrupt
+                if presses and phase.reason != "interrupted":
+                    self._stop(phase, "interrupted")
+                if phase.must_end_ns and time.monotonic_ns() > phase.must_end_ns:
+                    phase.errors.append("a worker did not stop in time; its last records are lost")
+                    break
         return phase
 
     def _collect(self, running: list[_WorkerHandle], phase: _Phase) -> list[_WorkerHandle]:
@@ -381,12 +383,13 @@ def _json_value(value: Any) -> Any:
 
 
 @contextmanager
-def _ctrl_c_ignored() -> Iterator[None]:
-    """Start processes within this context with SIGINT ignored."""
-    if threading.current_thread() is not threading.main_thread():
+def _on_ctrl_c(handler: Callable[[int, Any], object] | signal.Handlers) -> Iterator[None]:
+    """Handle SIGINT by `handler` within this context, unless it is ignored or this is not the main thread."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:

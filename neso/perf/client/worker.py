@@ -52,9 +52,8 @@ def work(config: WorkerConfig, connection: Connection) -> None:
 
     The worker sends ("ready",), ("records", Records), ("done", WorkerUsage) and ("failed", message).
     """
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the process group; the parent ends the workers
+    # Ctrl-C reaches the process group; the parent ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         import uvloop
 
