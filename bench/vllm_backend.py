@@ -129,7 +129,7 @@ def median(results: list[Measured]) -> Measured:
 
 
 def _ratio(numerator: float, denominator: float) -> float:
-    """Return the quotient, NaN if the denominator is 0: a short run uses less CPU time than the clock resolves."""
+    """Return the quotient, NaN if the denominator is 0, as CPU times and intervals of a short run can be."""
     return numerator / denominator if denominator else float("nan")
 
 
@@ -141,9 +141,10 @@ def report(ours: dict[str, Measured], theirs: dict[str, Measured]) -> None:
             our = ours[case]
             print(
                 f"{case:14} tok/s {our.output_tokens_per_second / their.output_tokens_per_second:5.2f}  "
-                f"TTFT {their.ttft_p50 / our.ttft_p50:5.2f}  ITL p50 {their.itl_p50 / our.itl_p50:5.2f}  "
-                f"p99 {their.itl_p99 / our.itl_p99:5.2f}  jitter (ITL p99 / p50) {our.itl_p99 / our.itl_p50:.2f}, "
-                f"vLLM's {their.itl_p99 / their.itl_p50:.2f}  front CPU {_ratio(their.cpu, our.cpu):.2f}"
+                f"TTFT {their.ttft_p50 / our.ttft_p50:5.2f}  ITL p50 {_ratio(their.itl_p50, our.itl_p50):5.2f}  "
+                f"p99 {_ratio(their.itl_p99, our.itl_p99):5.2f}  "
+                f"jitter (ITL p99 / p50) {_ratio(our.itl_p99, our.itl_p50):.2f}, "
+                f"vLLM's {_ratio(their.itl_p99, their.itl_p50):.2f}  front CPU {_ratio(their.cpu, our.cpu):.2f}"
             )
 
 

@@ -100,7 +100,7 @@ def test_overlap_is_logged(core, caplog):
 
 
 def test_missing_device_is_an_error(core):
-    with pytest.raises(InvalidArgument, match="there is no device 4, the last one is 3"):
+    with pytest.raises(InvalidArgument, match="device 4 does not exist, the highest number is 3"):
         place("a", core, device_ids="4")
 
 

@@ -141,6 +141,7 @@ async def repository_control(client_module: ClientModule, client: Any, server: S
     await maybe_await(client.load_model("double", config='{"backend": "python", "max_batch_size": 4}'))
     config = await maybe_await(client.get_model_config("double", **as_dict(client_module)))
     assert config.get("config", config)["max_batch_size"] == 4
+    await maybe_await(client.unload_model("double"))  # a load alone would keep the configuration
     await maybe_await(client.load_model("double"))
     name = f"uploaded_{client_module.name.replace('.', '_')}"
     files = {"file:1/model.py": REPEAT.encode()}

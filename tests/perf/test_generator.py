@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -128,6 +129,15 @@ def test_arrivals_are_the_same_in_all_workers(stub):
     assert offsets[0] == offsets[1]
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Handle SIGINT in the usual way, here and in child processes. Shells ignore it for commands in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_loses_no_message_of_a_worker(stub, monkeypatch: pytest.MonkeyPatch):
     receive = Connection.recv
     pressed = []
@@ -146,6 +156,7 @@ def test_ctrl_c_loses_no_message_of_a_worker(stub, monkeypatch: pytest.MonkeyPat
     assert numbers and numbers == list(range(len(numbers)))
 
 
+@pytest.mark.usefixtures("ctrl_c")
 async def test_ctrl_c_writes_the_report_of_what_was_done(tmp_path: Path):
     async def answer(_: StubRequest, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.01)
