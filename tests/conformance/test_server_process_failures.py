@@ -13,7 +13,15 @@ import pytest
 from eventually import wait_until
 from server_process import ServerProcess
 from step_pace import slow_environment
-from test_server_processes import MODEL, STREAM, Connections, front_end, has_front_end, request
+from test_server_processes import (
+    MODEL,
+    STREAM,
+    Connections,
+    find_front_end,
+    front_end,
+    listening_ports,
+    request,
+)
 from test_several_engines import engines
 
 pytestmark = pytest.mark.slow
@@ -48,12 +56,12 @@ def descriptors(server: ServerProcess) -> list[int]:
 
 def is_replaced(server: ServerProcess, killed: psutil.Process) -> bool:
     """Return whether another front-end process listens on all ports but that of the metrics."""
-    if not has_front_end(server):
+    process = find_front_end(server)
+    if process is None or process.pid == killed.pid:
         return False
-    process = front_end(server)
-    found = [each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-    ports = {port for protocol, port in server.ports.items() if protocol != "metrics"}
-    return process.pid != killed.pid and {each.laddr.port for each in found} >= ports
+    return listening_ports(process) >= {
+        port for protocol, port in server.ports.items() if protocol != "metrics"
+    }
 
 
 def test_engines_serve_both_processes(server):

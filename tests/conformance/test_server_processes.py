@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import psutil
@@ -79,11 +80,28 @@ class Connections:
             connection.close()
 
 
+def find_front_end(server: ServerProcess) -> psutil.Process | None:
+    """Return the front-end process; None while it is being started again."""
+    for child in psutil.Process(server.process.pid).children():
+        with suppress(psutil.NoSuchProcess):
+            if "neso.cli.front_end_process" in child.cmdline():
+                return child
+    return None
+
+
 def front_end(server: ServerProcess) -> psutil.Process:
     """Return the front-end process."""
-    children = psutil.Process(server.process.pid).children()
-    (found,) = [child for child in children if "neso.cli.front_end_process" in child.cmdline()]
+    found = find_front_end(server)
+    assert found is not None, "there is no front-end process"
     return found
+
+
+def listening_ports(process: psutil.Process) -> set[int]:
+    """Return the ports on which a process listens; none if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        found = process.net_connections("tcp")
+        return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
+    return set()
 
 
 def served_by(server: ServerProcess) -> dict[int, int]:
@@ -320,7 +338,7 @@ def test_kill_9_of_a_front_end_process_ends_its_own_requests_only(server):
     kinds = ("max", "free")
     blocks = 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="%s",model="neso-pilot",version="1"}'
     wait_until(lambda: len({server.metrics()[blocks % kind] for kind in kinds}) == 1)
-    wait_until(lambda: has_front_end(server) and len(listening(server)) == 2)
+    wait_until(lambda: len(listening(server)) == 2)
     again = Connections(server)
     for connection in again.all:
         assert request(connection, "POST", "/v2/models/double/infer", infer_body(4))[0] == 200
@@ -329,21 +347,10 @@ def test_kill_9_of_a_front_end_process_ends_its_own_requests_only(server):
     again.close()
 
 
-def has_front_end(server: ServerProcess) -> bool:
-    try:
-        return bool(front_end(server))
-    except (ValueError, psutil.NoSuchProcess):
-        return False
-
-
 def listening(server: ServerProcess) -> set[int]:
     """Return the processes that listen on the HTTP port."""
-    found = set()
-    for process in (psutil.Process(server.process.pid), front_end(server)):
-        for connection in process.net_connections("tcp"):
-            if connection.laddr.port == server.ports["http"] and connection.status == psutil.CONN_LISTEN:
-                found.add(process.pid)
-    return found
+    processes = [psutil.Process(server.process.pid), find_front_end(server)]
+    return {each.pid for each in processes if each and server.ports["http"] in listening_ports(each)}
 
 
 @pytest.mark.slow
