@@ -121,13 +121,16 @@ def test_figures_are_those_of_the_server_itself(server: ServerProcess, tmp_path,
 
     before = sums()
     found = neso_perf(
-        server.address(protocol), tmp_path, 4, "--streaming", "--endpoint-type", endpoint, model="neso-pilot"
-    )
+        server.address(protocol), tmp_path, 4, "--streaming", "--endpoint-type", endpoint,
+        "--extra-inputs", "ignore_eos:true", model="neso-pilot",
+    )  # fmt: skip
     for name, (seconds, count) in sums().items():
         assert count - before[name][1] == REQUESTS
         mean = (seconds - before[name][0]) / REQUESTS * 1e3
-        # The front end's work and both transports are on top of the server's figure.
-        assert mean <= found[name]["avg"] <= mean + 2 * CLIENT_MS
+        print(f"{name}: {found[name]['avg']:.2f} ms, {mean:.2f} ms at the server")
+        # The front end's work and both transports are on top of the server's figure. The server's last token can have
+        # no text: for the client the request then ends with the token before it, a step of some milliseconds earlier.
+        assert mean - CLIENT_MS <= found[name]["avg"] <= mean + 2 * CLIENT_MS
 
 
 def genai_perf(url: str, folder: Path, concurrency: int) -> None:
