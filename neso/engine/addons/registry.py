@@ -8,6 +8,7 @@ from neso.engine.beams.addon import BeamSearchAddon
 from neso.engine.core.addon import Addon
 from neso.engine.core.step_plan import PlanPart
 from neso.engine.guided.addon import GuidedDecodingAddon
+from neso.engine.kv_transfer.addon import KvTransfer
 from neso.engine.logits_processors.addon import LogitsProcessors
 from neso.engine.lora.adapter import LoraPlan
 from neso.engine.lora.manager import LoraManager
@@ -31,6 +32,7 @@ def standard_addons(
     guided: GuidedDecodingAddon | None = None,
     speculation: SpeculativeDecoding | None = None,
     processors: LogitsProcessors | None = None,
+    kv_transfer: KvTransfer | None = None,
 ) -> list[Addon]:
     """Create all add-ons, in the order in which their hooks are called.
 
@@ -45,5 +47,6 @@ def standard_addons(
         PromptScores(),
         BeamSearchAddon(),
         processors or LogitsProcessors(),
+        kv_transfer or KvTransfer(),
         speculation or SpeculativeDecoding(),
     ]

@@ -24,9 +24,11 @@ from neso.engine.ipc.messages import (
     Command,
     EngineInfo,
     Event,
+    ExtendLease,
     LoadLora,
     LoraDone,
     LoraNames,
+    ReleaseLease,
     StepOutputs,
     UnloadLora,
     Unsendable,
@@ -114,6 +116,14 @@ class EngineClient:
         if entry is not None and entry[0] is state:
             del self._requests[request_id]
             self._send(Abort(request_id))
+
+    def extend_lease(self, transfer_id: str, lease_seconds: float) -> None:
+        """Keep the blocks of a `KvExport` for `lease_seconds` from now on; ignored if the lease has ended."""
+        self._send(ExtendLease(transfer_id, lease_seconds))
+
+    def release_lease(self, transfer_id: str) -> None:
+        """Free the blocks of a `KvExport`; ignored if the lease has ended."""
+        self._send(ReleaseLease(transfer_id))
 
     def list_loras(self) -> dict[str, str | None]:
         """Return the names of the loaded adapters, each with the path it was loaded from, if any."""

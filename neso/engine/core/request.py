@@ -54,6 +54,31 @@ class RequestDraft(msgspec.Struct, frozen=True, array_like=True):
     acceptance_threshold: float | None = None
 
 
+class KvExport(msgspec.Struct, frozen=True, array_like=True):
+    """Compute the prompt for another engine: keep its full blocks, and generate nothing.
+
+    - transfer_id: chosen by the client, not in use in the engine
+    - lease_seconds: the blocks are freed this long after the prompt is computed, unless the lease is extended
+    """
+
+    transfer_id: str
+    lease_seconds: float = 30.0
+
+
+class KvImport(msgspec.Struct, frozen=True, array_like=True):
+    """Take the prompt's blocks from another engine, which computes or has computed them as a `KvExport`.
+
+    If that fails, the engine computes the prompt itself.
+
+    - address: `EngineInfo.kv_address` of the other engine
+    - timeout_seconds: limit of the time until all blocks have arrived
+    """
+
+    address: str
+    transfer_id: str
+    timeout_seconds: float = 30.0
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A validated request: the prompt fits the context, and `max_tokens` is within the model length.
 
@@ -66,6 +91,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     - pooling: compute an embedding of the prompt and generate nothing; `token_type_ids` are for encoders
     - queue_delay: seconds added to the arrival time in the waiting queue
     - draft: tokens expected by the client; retention: priorities of the prompt's blocks in the cache
+    - output_token_ids: tokens that another engine has generated for the request, which continues after them as if this
+      engine had generated them. Only new tokens are output; `max_tokens` counts both. For requests with one sequence
+    - kv_export, kv_import: transfer of the blocks of the prompt and of `output_token_ids` between engines
     """
 
     request_id: str
@@ -85,6 +113,23 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     draft: RequestDraft | None = None
     retention: CacheRetention | None = None
     queue_delay: float = 0.0
+    output_token_ids: list[int] = []
+    kv_export: KvExport | None = None
+    kv_import: KvImport | None = None
+
+    def prefill_only(self, export: KvExport) -> EngineRequest:
+        """Return the request that computes the prompt of this one and exports its blocks, with the same id."""
+        return msgspec.structs.replace(
+            self,
+            sampling=_GREEDY,
+            bad_words=(),
+            draft=None,
+            kv_export=export,
+            kv_import=None,
+        )
+
+
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -108,6 +153,10 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     - preemptions: number of preemptions; sent with its last token
     - pooled: the embedding, float32 as bytes
     - draft_tokens: number of draft tokens computed; the first `accepted_draft_tokens` of `token_ids` are draft tokens
+    - exported_tokens: number of first tokens whose blocks are kept for another engine. Set by the only output of a
+      `KvExport`, which ends the request with the finish reason LENGTH
+    - imported_tokens: number of tokens whose blocks came from another engine, not counted in `cached_tokens`;
+      import_error: why the engine computed them itself. Sent with the first token
     - error: reason, if the finish reason is ERROR; `error_field` names the invalid parameter; `refused`: the engine had
       no capacity or time, so the request may be retried
     """
@@ -128,6 +177,9 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     pooled: bytes = b""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    exported_tokens: int = 0
+    imported_tokens: int = 0
+    import_error: str = ""
     error: str = ""
     refused: bool = False
     error_field: str = ""

@@ -34,16 +34,19 @@ from neso.engine.ipc.messages import (
     Detach,
     EngineInfo,
     Event,
+    ExtendLease,
     Integrity,
     InvalidCommand,
     LoadFailed,
     LoadLora,
     LoraDone,
     LoraNames,
+    ReleaseLease,
     Shutdown,
     UnloadLora,
     client_of,
 )
+from neso.engine.kv_transfer.addon import KvTransfer
 from neso.engine.loop.engine_core import EngineCore
 from neso.engine.lora.config import LORA_DISABLED, AdapterError
 from neso.engine.lora.manager import LoraManager
@@ -90,6 +93,8 @@ class EngineService:
                     self._emit(self._check_integrity())
                 case LoadLora() | UnloadLora():
                     self._change_lora(command)
+                case ExtendLease() | ReleaseLease():
+                    self._change_lease(command)
             return []
         except Exception as error:
             logger.exception("a command failed: %s", type(command).__name__)
@@ -123,6 +128,15 @@ class EngineService:
                 lora.load(command.lora, lambda error: done(str(error or "")))
             except AdapterError as error:
                 done(str(error))
+
+    def _change_lease(self, command: ExtendLease | ReleaseLease) -> None:
+        transfer = self.core.addon(KvTransfer) if isinstance(self.core, EngineCore) else None
+        if transfer is None:
+            return
+        if isinstance(command, ExtendLease):
+            transfer.extend_lease(command.transfer_id, command.lease_seconds)
+        else:
+            transfer.release_lease(command.transfer_id)
 
     def _emit_lora_names(self) -> None:
         lora = self._lora

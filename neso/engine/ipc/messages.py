@@ -8,6 +8,7 @@ import msgspec
 
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.stats import EngineStats
+from neso.engine.kv_transfer.format import KvFormat
 from neso.engine.lora.config import LoraConfig
 from neso.engine.runners.base import Capability
 from neso.engine.sampling.score_limits import ScoreLimits
@@ -50,6 +51,19 @@ class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
     name: str
 
 
+class ExtendLease(msgspec.Struct, frozen=True, tag="extend_lease"):
+    """Keep the blocks of a `KvExport` for `lease_seconds` from now on; ignored if the lease has ended."""
+
+    transfer_id: str
+    lease_seconds: float
+
+
+class ReleaseLease(msgspec.Struct, frozen=True, tag="release_lease"):
+    """Free the blocks of a `KvExport`; ignored if the lease has ended. Its request is aborted if it still runs."""
+
+    transfer_id: str
+
+
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """Serve another client, which has bound a pair socket to `address`; its first event is `EngineInfo`."""
 
@@ -67,7 +81,18 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the process."""
 
 
-Command = Add | Abort | CheckIntegrity | LoadLora | UnloadLora | Attach | Detach | Shutdown
+Command = (
+    Add
+    | Abort
+    | CheckIntegrity
+    | LoadLora
+    | UnloadLora
+    | ExtendLease
+    | ReleaseLease
+    | Attach
+    | Detach
+    | Shutdown
+)
 
 SERVER = 0
 """Number of the client that has started the engine."""
@@ -93,7 +118,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
 
     `hidden_size`: width of the token embeddings. `generates`: whether the model has an LM head. `pooling`, `vision`:
     None if not supported. `default_sampling`: see `LanguageModel`.
-    `logits_processors`: their names.
+    `logits_processors`: their names. `kv_address`: where other engines read blocks of the KV cache, empty if it exports
+    none; `kv_format`: format of the blocks, None if it neither exports nor imports them.
     """
 
     runner: str
@@ -116,6 +142,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     num_speculative_tokens: int = 0
     default_sampling: SamplingDefaults = SamplingDefaults()
     logits_processors: tuple[str, ...] = ()
+    kv_address: str = ""
+    kv_format: KvFormat | None = None
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="failed"):
