@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from neso.cli.flag_values import OptionError
 from neso.cli.serve_options import ENGINE_BACKENDS, ServeOptions
+from neso.engine.errors import EngineError
+from neso.engine.parallel.handshake import rank_secret
 from neso.engine.parallel.launched_rank import LaunchedRank
 
 logger = logging.getLogger("neso")
@@ -20,13 +22,20 @@ RANK_MODEL = "tensorrt_llm"
 
 
 def rank_address(options: ServeOptions, launched: LaunchedRank) -> str:
-    """Return where rank 0 listens for the others. Raises `OptionError` if it is unknown."""
+    """Return where rank 0 listens for the others.
+
+    Raises `OptionError` if it is unknown, or if the ranks have no secret to recognize each other.
+    """
     address = options.rank_address or launched.address
     if address is None:
         raise OptionError(
             f"{launched.launcher} has started {launched.size} ranks on several hosts: pass --rank-address "
             "HOST:PORT, an address of rank 0, to all of them"
         )
+    try:
+        rank_secret(address)
+    except EngineError as error:
+        raise OptionError(str(error)) from None
     return address
 
 

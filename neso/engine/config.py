@@ -61,7 +61,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
     rank_address: Annotated[
         str | None,
-        Meta(description="HOST:PORT for ranks started by mpirun or srun; by default the engine starts them."),
+        Meta(
+            description="HOST:PORT or socket path for ranks started by mpirun or srun; else the engine starts them."
+        ),
     ] = None
     rank_start_timeout: Annotated[
         float, Meta(description="Seconds in which all ranks must have started and loaded their weights.")

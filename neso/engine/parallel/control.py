@@ -1,12 +1,20 @@
 """Control channel between the ranks of a model and their supervisor.
 
-A stream socket per rank with length-prefixed msgpack messages: a Unix socket if the engine starts its ranks, TCP if a
-launcher starts them. It carries no data of steps, so it works while ranks load, hang, or wait for each other in MPI.
+A stream socket per rank with length-prefixed msgpack messages: a Unix socket if all ranks are on this host, TCP if not.
+It carries no data of steps, so it works while ranks load, hang, or wait for each other in MPI.
+After the handshake (`neso.engine.parallel.handshake`):
+
+    rank        supervisor
+             <- Start         to all ranks, when all have started
+    Loaded   ->
+             <- Connect       to all ranks, when all have loaded
 """
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
 import struct
 import threading
 import time
@@ -17,10 +25,15 @@ import msgspec
 _LENGTH = struct.Struct("<I")
 MAX_MESSAGE = 1 << 26
 """Maximum size of a message in bytes; larger ones close the connection."""
+MAX_UNKNOWN_MESSAGE = 1 << 16
+"""Maximum size of a message of a connection that has not proven to be a rank."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of a rank: its number, process and host. `cpus`: the logical CPUs that it may use."""
+    """First message of a rank: its number, process and host. `cpus`: the logical CPUs that it may use.
+
+    `nonce`: random bytes for the handshake.
+    """
 
     rank: int
     size: int
@@ -29,6 +42,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     cpus: list[int]
     version: str
     library: str
+    nonce: bytes
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """Proof that the rank knows the secret."""
+
+    proof: bytes
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -61,6 +81,13 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """The rank ends as planned."""
 
 
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """Random bytes of the supervisor, and the proof that it knows the secret."""
+
+    nonce: bytes
+    proof: bytes
+
+
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """Load the weights.
 
@@ -87,8 +114,8 @@ class Connect(msgspec.Struct, frozen=True, tag="connect"):
     free_memory: int
 
 
-FromRank = Hello | Loaded | Failed | Alive | Leaving
-ToRank = Start | Connect
+FromRank = Hello | Answer | Loaded | Failed | Alive | Leaving
+ToRank = Challenge | Start | Connect
 
 _encode = msgspec.msgpack.Encoder().encode
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
@@ -152,10 +179,14 @@ class RankConnection(Stream):
 
 
 class SupervisorConnection(Stream):
-    """The supervisor's side of the control channel to one rank. Reads without blocking, with `feed`."""
+    """The supervisor's side of the control channel to one rank. Reads without blocking, with `feed`.
+
+    `limit`: maximum size of a message in bytes.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__(connected)
+        self.limit = MAX_UNKNOWN_MESSAGE
         self._buffer = bytearray()
         connected.settimeout(5.0)  # for sending; a rank that does not read hangs
 
@@ -175,7 +206,7 @@ class SupervisorConnection(Stream):
         messages = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > MAX_MESSAGE:
+            if length > self.limit:
                 raise ConnectionClosed(f"a message of {length} bytes is too long")
             end = _LENGTH.size + length
             if len(self._buffer) < end:
@@ -186,15 +217,36 @@ class SupervisorConnection(Stream):
 
 
 def listen(address: str, backlog: int = 128) -> socket.socket:
-    """Listen at a path, or at HOST:PORT (port 0: any free port). Raises `OSError`, `ValueError`."""
+    """Listen at a path, whose directory is created, or at HOST:PORT (port 0: any free port).
+
+    Raises `OSError`, `ValueError`.
+    """
     if _is_path(address):
+        path = Path(address)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(path.parent)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(address)
-        listener.listen(backlog)
+        try:
+            _remove_stale(path)
+            listener.bind(address)
+            listener.listen(backlog)
+        except OSError:
+            listener.close()
+            raise
         return listener
     host, port = split_address(address)
     family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
     return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def close_listener(listener: socket.socket) -> None:
+    """Close a listener, and remove its path."""
+    if listener.fileno() < 0:
+        return
+    name = listener.getsockname()
+    listener.close()
+    if isinstance(name, str):
+        Path(name).unlink(missing_ok=True)
 
 
 def connect(address: str, timeout: float) -> socket.socket:
@@ -203,6 +255,7 @@ def connect(address: str, timeout: float) -> socket.socket:
     while True:
         try:
             if _is_path(address):
+                _check_private(Path(address).parent)
                 connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 try:
                     connected.connect(address)
@@ -214,6 +267,8 @@ def connect(address: str, timeout: float) -> socket.socket:
             connected = socket.create_connection(split_address(address), timeout=left)
             connected.settimeout(None)
             return connected
+        except PermissionError:
+            raise
         except OSError:
             if time.monotonic() > deadline:
                 raise
@@ -230,3 +285,21 @@ def split_address(address: str) -> tuple[str, int]:
 
 def _is_path(address: str) -> bool:
     return Path(address).is_absolute()
+
+
+def _check_private(directory: Path) -> None:
+    """Raise `PermissionError` unless only this user can create sockets in a directory."""
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{directory} is not a directory of this user that others cannot write to")
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of a process that has ended without closing it."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)

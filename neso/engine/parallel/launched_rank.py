@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 LEADER_PORT = 29400
@@ -15,7 +17,8 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000
 class LaunchedRank(NamedTuple):
     """One of `size` processes that a launcher has started.
 
-    `address`: HOST:PORT at which rank 0 listens for the others; None if the launcher does not determine it.
+    `address`: where rank 0 listens for the others: a path if all ranks are on this host, else HOST:PORT; None if the
+    launcher does not determine it.
     """
 
     rank: int
@@ -38,6 +41,8 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank |
 
     # torchrun may itself have been started by srun; the names of its variables are too common to mean anything alone.
     if "TORCHELASTIC_RUN_ID" in environment and (found := pair("RANK", "WORLD_SIZE")):
+        if numbers.get("LOCAL_WORLD_SIZE") == found[1]:
+            return LaunchedRank(*found, "torchrun", _local_address(os.getppid()))
         # The port itself belongs to torchrun's store.
         host, port = (
             environment.get("MASTER_ADDR", "127.0.0.1"),
@@ -45,7 +50,9 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank |
         )
         return LaunchedRank(*found, "torchrun", f"{host}:{port}")
     if "SLURM_STEP_ID" in numbers and (found := pair("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
-        return LaunchedRank(*found, "srun", _slurm_address(environment, numbers))
+        local = numbers.get("SLURM_STEP_NUM_NODES") == 1
+        address = _local_address(os.getppid()) if local else _slurm_address(environment, numbers)
+        return LaunchedRank(*found, "srun", address)
     for launcher, rank, size, local_size in (
         ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
@@ -61,8 +68,8 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank |
 
 
 def _local_address(launcher: int) -> str:
-    """Return an address on this host. Ranks of one launcher have the same parent process."""
-    return f"127.0.0.1:{_FIRST_PORT + launcher % _NUM_PORTS}"
+    """Return the path of a Unix socket of this user. Ranks of one launcher have the same parent process."""
+    return str(Path(tempfile.gettempdir()).absolute() / f"neso-{os.geteuid()}" / f"ranks-{launcher}")
 
 
 def _slurm_address(environment: Mapping[str, str], numbers: Mapping[str, int]) -> str | None:

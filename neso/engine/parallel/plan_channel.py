@@ -5,9 +5,10 @@ Not MPI_Bcast: a rank that waits in MPI polls, and an idle model would keep the 
 
 from __future__ import annotations
 
+import hmac
 import time
 
-from neso.engine.parallel.control import Stream, connect, listen
+from neso.engine.parallel.control import Stream, close_listener, connect, listen
 
 _MAX_TOKEN = 1024
 
@@ -34,7 +35,7 @@ class PlanSender:
             connected.settimeout(5.0)
             stream = Stream(connected)
             try:
-                known = stream.receive(_MAX_TOKEN) == token.encode()
+                known = hmac.compare_digest(stream.receive(_MAX_TOKEN), token.encode())
             except OSError:
                 known = False
             if known:
@@ -42,7 +43,7 @@ class PlanSender:
                 self._streams.append(stream)
             else:
                 stream.close()
-        self._listener.close()
+        close_listener(self._listener)
 
     def send(self, message: bytes) -> None:
         """Send a message to all other ranks. Raises `OSError` if one has ended."""
@@ -50,7 +51,7 @@ class PlanSender:
             stream.send(message)
 
     def close(self) -> None:
-        self._listener.close()
+        close_listener(self._listener)
         for stream in self._streams:
             stream.close()
 

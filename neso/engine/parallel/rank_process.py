@@ -11,10 +11,13 @@ import signal
 import sys
 
 import zmq
+from msgspec import MsgspecError
 
 from neso.engine.diagnostics.watchdog import StepWatchdog
+from neso.engine.errors import EngineError
 from neso.engine.ipc.engine_process import run_engine
 from neso.engine.load.loader import load_engine, load_rank
+from neso.engine.parallel.handshake import HandshakeError
 from neso.engine.parallel.launched_rank import launched_rank
 from neso.engine.parallel.launcher import die_with_parent
 from neso.engine.parallel.session import RankSession
@@ -34,7 +37,7 @@ def main(address: str) -> int:
         return 2
     try:
         session = RankSession(address, launched.rank, launched.size)
-    except OSError as error:
+    except (OSError, EngineError, HandshakeError, MsgspecError) as error:
         print(f"neso: rank {launched.rank} cannot connect to {address}: {error}", file=sys.stderr)
         return 1
     try:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from neso.engine.addons.registry import PLAN_PARTS
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraAdapter
+from neso.engine.parallel.micro_batches import micro_batches
 from neso.engine.parallel.plan_channel import PlanReceiver, PlanSender
 from neso.engine.parallel.plan_codec import (
     AllocateCache,
@@ -48,6 +49,7 @@ class RankedAdapter:
 class RankedRunner(SpecRunner):
     """Sends every operation that changes a rank to the other ranks, then executes it on the runner of rank 0.
 
+    - num_stages: number of pipeline stages
     - block_bytes, free_memory: of the ranks with the largest KV cache blocks and the least memory
     - fail: ends the process. After an error in a step, the other ranks are blocked in a collective operation.
     """
@@ -56,12 +58,14 @@ class RankedRunner(SpecRunner):
         self,
         own: SpecRunner,
         plans: PlanSender,
+        num_stages: int,
         block_bytes: int,
         free_memory: int,
         fail: Callable[[BaseException], NoReturn],
     ) -> None:
         super().__init__(own.spec)
         self._own, self._plans, self._fail = own, plans, fail
+        self._num_stages = num_stages
         self._block_bytes, self._free_memory = block_bytes, free_memory
         self._codec = PlanCodec(PLAN_PARTS)
         self.capabilities = own.capabilities
@@ -92,7 +96,7 @@ class RankedRunner(SpecRunner):
     def step(self, plan: StepPlan) -> Logits:
         self._send(self._codec.pack_plan(plan))
         try:
-            return self._own.step(plan)
+            return run_step(self._own, plan, self._num_stages)
         except Exception as error:
             self._fail(error)
 
@@ -127,14 +131,22 @@ class RankedRunner(SpecRunner):
             self._fail(error)
 
 
-def follow(runner: SpecRunner, plans: PlanReceiver) -> None:
+def run_step(runner: SpecRunner, plan: StepPlan, num_stages: int) -> Logits:
+    """Execute this rank's part of a step, in the same micro-batches as all ranks."""
+    *others, last = micro_batches(plan, num_stages)
+    for each in others:
+        runner.step(each)
+    return runner.step(last)
+
+
+def follow(runner: SpecRunner, plans: PlanReceiver, num_stages: int) -> None:
     """Execute the commands of rank 0 until it stops this rank. Raises the errors of the runner and of `plans`."""
     codec = PlanCodec(PLAN_PARTS)
     while True:
         command: Any = codec.decode(plans.receive())
         match command:
             case RunStep():
-                runner.step(codec.unpack_plan(command))
+                run_step(runner, codec.unpack_plan(command), num_stages)
             case SetAdapter(slot):
                 adapter = unpack_adapter(command)
                 runner.set_adapter(slot, None if adapter is None else runner.pack_adapter(adapter))

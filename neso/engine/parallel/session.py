@@ -35,6 +35,7 @@ from neso.engine.parallel.control import (
     connect,
     split_address,
 )
+from neso.engine.parallel.handshake import introduce, new_nonce, rank_secret
 from neso.engine.parallel.launcher import started_by_torchrun
 from neso.engine.parallel.layout import RankLayout
 from neso.engine.parallel.plan_channel import PlanReceiver, PlanSender
@@ -54,28 +55,30 @@ class RankSession:
     """One rank of a model.
 
     Weights are loaded before the ranks are connected by MPI: a rank that cannot load them would leave the others
-    blocked in a collective operation. The constructor connects to the supervisor at `address`; raises `OSError`.
+    blocked in a collective operation. The constructor connects to the supervisor at `address`; raises `OSError`,
+    `EngineError`, `HandshakeError`, `msgspec.MsgspecError`.
     """
 
     def __init__(self, address: str, rank: int, size: int) -> None:
         self.rank = rank
         self._address = address
+        secret = rank_secret(address)
         self._control = RankConnection(connect(address, _CONNECT_TIMEOUT))
         self._messages: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
         self._plans: PlanSender | None = None
         self._ranked: RankedRunner | None = None
         self._connected = False
-        self._control.tell(
-            Hello(
-                rank=rank,
-                size=size,
-                pid=os.getpid(),
-                host=host_id(),
-                cpus=sorted(os.sched_getaffinity(0)),
-                version=neso.__version__,
-                library=_library_version(),
-            )
+        hello = Hello(
+            rank=rank,
+            size=size,
+            pid=os.getpid(),
+            host=host_id(),
+            cpus=sorted(os.sched_getaffinity(0)),
+            version=neso.__version__,
+            library=_library_version(),
+            nonce=new_nonce(),
         )
+        introduce(self._control, hello, secret)
         threading.Thread(target=self._read, name="rank-control", daemon=True).start()
         start = self._next()
         assert isinstance(start, Start)
@@ -119,9 +122,12 @@ class RankSession:
             self._plans.accept(self.layout.size - 1, ready.token, timeout)
         self._connect_runner(runner)
         if self._plans is None:
-            follow(runner, plans)
+            follow(runner, plans, self.layout.pipeline_parallel)
             return runner
-        self._ranked = RankedRunner(runner, self._plans, ready.block_bytes, ready.free_memory, self.fail)
+        self._ranked = RankedRunner(
+            *(runner, self._plans, self.layout.pipeline_parallel),
+            *(ready.block_bytes, ready.free_memory, self.fail),
+        )
         return self._ranked
 
     def close(self) -> None:
@@ -157,9 +163,9 @@ class RankSession:
         runner.connect(communicator)
 
     def _plan_address(self) -> str:
-        if self.config.rank_address is None:
-            return str(Path(self._address).with_name("plans"))
-        return f"{split_address(self.config.rank_address)[0]}:0"
+        if Path(self._address).is_absolute():
+            return f"{self._address}.plans"
+        return f"{split_address(self._address)[0]}:0"
 
     def _reachable(self, address: str) -> str:
         """Return the address of rank 0's plans as seen from this host: the port, at the host of the supervisor."""

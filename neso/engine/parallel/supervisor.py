@@ -37,8 +37,10 @@ from neso.engine.parallel.control import (
     Loaded,
     Start,
     SupervisorConnection,
+    close_listener,
     listen,
 )
+from neso.engine.parallel.handshake import HANDSHAKE_TIMEOUT, HandshakeError, RankHandshake, rank_secret
 from neso.engine.parallel.launcher import (
     die_with_parent,
     launcher_sockets,
@@ -54,6 +56,8 @@ _LAST_MESSAGES = 0.5
 """Seconds to wait for messages from ranks after their launcher has exited."""
 _NUM_CHECKS = 4
 """Heartbeat checks within the timeout."""
+MAX_STRANGERS = 64
+"""Connections beyond the number of ranks that may be in a handshake; further ones are closed."""
 
 
 class RankFailure(Exception):
@@ -81,7 +85,7 @@ class Supervisor:
     def __init__(self, config: EngineConfig, engine_address: str, beat: Callable[[], None]) -> None:
         self._config, self._engine_address, self._beat = config, engine_address, beat
         self._selector = selectors.DefaultSelector()
-        self._unidentified: list[SupervisorConnection] = []  # connections without a `Hello` so far
+        self._handshakes: list[RankHandshake] = []
         self._ranks: dict[int, Rank] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
         self._started = self._connected = False
@@ -107,6 +111,8 @@ class Supervisor:
                     self._read(key.data)
             self._beat()
             self._check_ends()
+            for handshake in [each for each in self._handshakes if each.is_late]:
+                self._close_stranger(handshake, f"no answer in {HANDSHAKE_TIMEOUT:g} s")
             if not self._connected and time.monotonic() > deadline:
                 raise RankFailure(self._late_ranks())
             if time.monotonic() >= self._next_check:
@@ -120,8 +126,8 @@ class Supervisor:
             if not rank.ended and self._is_child(rank.hello.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.hello.pid, signal.SIGKILL)
-        for connection in self._unidentified:
-            connection.close()
+        for handshake in self._handshakes:
+            handshake.connection.close()
         self._close_listener()
         if self._launcher is None:
             return
@@ -140,6 +146,7 @@ class Supervisor:
     def _listen(self) -> socket.socket:
         address = self._config.rank_address
         self._address = address or str(_directory(self._engine_address) / "control")
+        self._secret = rank_secret(self._address)
         try:
             listener = listen(self._address)
         except (OSError, ValueError) as error:
@@ -162,51 +169,61 @@ class Supervisor:
         )
 
     def _accept(self) -> None:
-        connected, _ = self._listener.accept()
-        connection = SupervisorConnection(connected)
-        self._unidentified.append(connection)
-        self._selector.register(connected, selectors.EVENT_READ, connection)
-
-    def _read(self, connection: SupervisorConnection) -> None:
-        rank = next((rank for rank in self._ranks.values() if rank.connection is connection), None)
         try:
-            messages = connection.feed()
+            connected, _ = self._listener.accept()
+        except OSError:
+            return  # the last rank has just connected, or the other side has closed the connection
+        if len(self._handshakes) >= self._config.num_ranks + MAX_STRANGERS:
+            connected.close()
+            return
+        handshake = RankHandshake(SupervisorConnection(connected), self._secret)
+        self._handshakes.append(handshake)
+        self._selector.register(connected, selectors.EVENT_READ, handshake)
+
+    def _read(self, source: RankHandshake | Rank) -> None:
+        """Read from a rank, or from a connection that has not proven to be from one."""
+        if isinstance(source, RankHandshake):
+            try:
+                for message in source.connection.feed():
+                    hello = source.advance(message)
+                    if hello is not None:
+                        self._admit(source, hello)
+                        return  # a rank sends nothing more before it receives `Start`
+            except (OSError, msgspec.MsgspecError, HandshakeError) as error:
+                self._close_stranger(source, str(error))
+            return
+        try:
+            messages = source.connection.feed()
         except (OSError, msgspec.MsgspecError):
-            self._selector.unregister(connection.socket)
-            connection.close()
-            if rank is not None:
-                rank.ended = True
-            else:
-                self._unidentified.remove(connection)
+            self._selector.unregister(source.connection.socket)
+            source.connection.close()
+            source.ended = True
             return
         for message in messages:
-            if rank is None:
-                rank = self._admit(connection, message)
-                if rank is None:
-                    return
-            else:
-                self._handle(rank, message)
+            self._handle(source, message)
 
-    def _admit(self, connection: SupervisorConnection, message: FromRank) -> Rank | None:
-        """Register a new rank; close a connection that does not belong to a rank of this model."""
-        self._unidentified.remove(connection)
-        known = isinstance(message, Hello) and 0 <= message.rank < self._config.num_ranks
-        if not isinstance(message, Hello) or not known or message.rank in self._ranks:
-            logger.warning("closed a connection to the control channel that is not from a rank of this model")
-            self._selector.unregister(connection.socket)
-            connection.close()
-            return None
-        rank = self._ranks[message.rank] = Rank(connection, message)
-        if message.size != self._config.num_ranks:
+    def _close_stranger(self, handshake: RankHandshake, reason: str) -> None:
+        logger.warning("closed a connection to the control channel of ranks: %s", reason)
+        self._handshakes.remove(handshake)
+        self._selector.unregister(handshake.connection.socket)
+        handshake.connection.close()
+
+    def _admit(self, handshake: RankHandshake, hello: Hello) -> None:
+        """Register a new rank. Raises `HandshakeError`, and `RankFailure` if the rank does not fit the model."""
+        if not 0 <= hello.rank < self._config.num_ranks or hello.rank in self._ranks:
+            raise HandshakeError("not from a rank of this model")
+        self._handshakes.remove(handshake)
+        rank = self._ranks[hello.rank] = Rank(handshake.connection, hello)
+        self._selector.modify(rank.connection.socket, selectors.EVENT_READ, rank)
+        if hello.size != self._config.num_ranks:
             raise RankFailure(
-                f"{rank} is one of {message.size} ranks, tensor_parallel_size and pipeline_parallel_size "
+                f"{rank} is one of {hello.size} ranks, tensor_parallel_size and pipeline_parallel_size "
                 f"need {self._config.num_ranks}"
             )
-        if message.version != neso.__version__:
-            raise RankFailure(f"{rank} runs neso {message.version}, the server {neso.__version__}")
+        if hello.version != neso.__version__:
+            raise RankFailure(f"{rank} runs neso {hello.version}, the server {neso.__version__}")
         if len(self._ranks) == self._config.num_ranks:
             self._start()
-        return rank
 
     def _start(self) -> None:
         """Tell all ranks to load their weights, each on its own cores."""
@@ -342,7 +359,7 @@ class Supervisor:
     def _close_listener(self) -> None:
         if self._listener.fileno() >= 0:
             self._selector.unregister(self._listener)
-            self._listener.close()
+            close_listener(self._listener)
 
 
 def _loaded(rank: Rank) -> Loaded:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 import pytest
 
 from neso.engine.parallel.launched_rank import LaunchedRank, first_host, launched_rank
 
-LOCAL = f"127.0.0.1:{20000 + os.getppid() % 10000}"
+LOCAL = f"{tempfile.gettempdir()}/neso-{os.geteuid()}/ranks-{os.getppid()}"
 TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 SLURM = {
     "SLURM_PROCID": "3",
@@ -38,6 +39,11 @@ SLURM = {
             {**TORCH, "TORCHELASTIC_RUN_ID": "none"},
             LaunchedRank(1, 2, "torchrun", "host:29501"),
         ),
+        (
+            {**TORCH, "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"},
+            LaunchedRank(1, 2, "torchrun", LOCAL),
+        ),
+        ({**SLURM, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_NODES": "1"}, LaunchedRank(3, 4, "srun", LOCAL)),
         (TORCH, None),
         (
             {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "neso-0.neso.ns"},

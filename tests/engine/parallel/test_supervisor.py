@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -10,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 from msgspec.structs import replace
 
 import neso
 from neso.engine.config import EngineConfig
+from neso.engine.errors import EngineError
 from neso.engine.parallel.control import (
+    MAX_UNKNOWN_MESSAGE,
     Alive,
+    Answer,
+    Challenge,
     Connect,
     Failed,
     Hello,
@@ -23,11 +29,21 @@ from neso.engine.parallel.control import (
     Loaded,
     RankConnection,
     Start,
+    SupervisorConnection,
+    close_listener,
     connect,
+    listen,
+)
+from neso.engine.parallel.handshake import (
+    SECRET_VARIABLE,
+    HandshakeError,
+    RankHandshake,
+    introduce,
+    rank_secret,
 )
 from neso.engine.parallel.supervisor import RankFailure, Supervisor
 
-HELLO = Hello(0, 2, os.getpid(), "host", [0, 1], neso.__version__, "MPI 1")
+HELLO = Hello(0, 2, os.getpid(), "host", [0, 1], neso.__version__, "MPI 1", b"once")
 LOADED = Loaded(checkpoint="c", isa="avx2", block_bytes=100, free_memory=1000, address=":1")
 
 
@@ -42,15 +58,21 @@ class Running:
         monkeypatch.setattr("sys.stdin", self._stdin)
         config = EngineConfig.from_options("model", {"tensor_parallel_size": 2, **options})
         self.supervisor = Supervisor(config, f"ipc://{folder}/engine", lambda: None)
-        self._address = str(folder / "control")
+        self.address = config.rank_address or str(folder / "control")
         self.failure = ""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def rank(self, number: int, **fields: Any) -> RankConnection:
-        connection = RankConnection(connect(self._address, 10))
+        connection = self.stranger()
+        introduce(connection, replace(HELLO, rank=number, **fields), rank_secret(self.address))
         connection.socket.settimeout(30)
-        connection.tell(replace(HELLO, rank=number, **fields))
+        return connection
+
+    def stranger(self) -> RankConnection:
+        """Connect without a handshake."""
+        connection = RankConnection(connect(self.address, 10))
+        connection.socket.settimeout(30)
         return connection
 
     def started(self) -> list[RankConnection]:
@@ -191,10 +213,105 @@ def test_connections_of_others_are_closed_without_effect(run):
     stranger = supervisor.rank(7)
     with pytest.raises(OSError):
         stranger.next()
-    garbage = supervisor.rank(0)
-    garbage.close()
-    supervisor.launcher.kill()
-    supervisor.join()
+    supervisor.stranger().close()
+    supervisor.started()
+
+
+SECRET = "the secret of the tests"
+
+
+@pytest.fixture
+def run_tcp(run, monkeypatch) -> Callable[..., Running]:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    return lambda: run(rank_address=f"127.0.0.1:{free_port()}")
+
+
+def test_ranks_with_another_secret_cannot_join(run_tcp):
+    supervisor = run_tcp()
+    rank = supervisor.stranger()
+    with pytest.raises(HandshakeError, match=SECRET_VARIABLE):
+        introduce(rank, HELLO, b"another secret of the tests")
+    supervisor.started()
+
+
+@pytest.mark.parametrize("message", [Answer(b""), LOADED, Failed("stop"), Leaving()])
+@pytest.mark.parametrize("greets", [False, True])
+def test_messages_without_the_secret_have_no_effect(run_tcp, message, greets):
+    supervisor = run_tcp()
+    stranger = supervisor.stranger()
+    if greets:
+        stranger.tell(HELLO)
+        assert isinstance(stranger.next(), Challenge)
+    stranger.tell(message)
+    with pytest.raises(OSError):
+        stranger.next()
+    supervisor.started()
+
+
+def test_recorded_handshake_cannot_be_repeated():
+    secret, sent = SECRET.encode(), list[Any]()
+
+    def connected() -> tuple[RankHandshake, RankConnection]:
+        here, there = socket.socketpair()
+        return RankHandshake(SupervisorConnection(here), secret), RankConnection(there)
+
+    class Recorder(RankConnection):
+        def tell(self, message: Any) -> None:
+            sent.append(message)
+            known.append(first.advance(message))
+
+    known: list[Hello | None] = []
+    first, rank = connected()
+    introduce(Recorder(rank.socket), HELLO, secret)
+    assert known == [None, HELLO]
+    second, other = connected()
+    assert second.advance(sent[0]) is None
+    with pytest.raises(HandshakeError, match=SECRET_VARIABLE):
+        second.advance(sent[1])
+    for end in (rank, other, first.connection, second.connection):
+        end.close()
+
+
+def test_long_messages_and_late_answers_of_strangers(run_tcp, monkeypatch):
+    supervisor = run_tcp()
+    stranger = supervisor.stranger()
+    stranger.send(bytes(MAX_UNKNOWN_MESSAGE + 1))
+    with pytest.raises(OSError):
+        stranger.next()
+    monkeypatch.setattr("neso.engine.parallel.handshake.HANDSHAKE_TIMEOUT", 0.0)
+    silent = supervisor.stranger()
+    with pytest.raises(OSError):
+        silent.next()
+
+
+def test_number_of_strangers_is_limited(run_tcp, monkeypatch):
+    monkeypatch.setattr("neso.engine.parallel.supervisor.MAX_STRANGERS", 1)
+    supervisor = run_tcp()
+    accepted = [supervisor.stranger() for _ in range(3)]
+    refused = supervisor.stranger()
+    with pytest.raises(OSError):
+        refused.next()
+    for connection in accepted:
+        connection.close()
+
+
+def test_supervisor_with_another_secret_cannot_start_ranks(tmp_path):
+    listener = listen(str(tmp_path / "control"))
+    rank = RankConnection(connect(str(tmp_path / "control"), 10))
+    other = SupervisorConnection(listener.accept()[0])
+    other.tell(Challenge(b"nonce", b"proof"))
+    with pytest.raises(HandshakeError):
+        introduce(rank, HELLO, b"")
+    close_listener(listener)
+    rank.close()
+    other.close()
+
+
+@pytest.mark.parametrize(("secret", "message"), [("", "is not set"), ("short", "has only 5 characters")])
+def test_tcp_needs_a_secret(run, monkeypatch, secret, message):
+    monkeypatch.setenv(SECRET_VARIABLE, secret)
+    with pytest.raises(EngineError, match=f"NESO_RANK_SECRET {message}"):
+        run(rank_address="127.0.0.1:0")
 
 
 def test_supervisor_ends_when_all_ranks_have_left(run):

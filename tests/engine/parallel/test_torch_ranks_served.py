@@ -31,17 +31,11 @@ def serve(model: Path, port: int, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "neso.cli", "serve", str(model), f"--http-port={port}", *others, *ranks]
 
 
-def torchrun(model: Path, port: int, tmp_path: Path) -> list[str]:
-    """Rank 0 serves; the other rank joins it."""
-    address = f"127.0.0.1:{free_port()}"
-    script = tmp_path / "rank.sh"
-    script.write_text(
-        f'if [ "$RANK" = 0 ]; then exec {" ".join(serve(model, port, f"--rank-address={address}"))}; fi\n'
-        f"exec {sys.executable} -m neso.engine.parallel.rank_process {address}\n"
-    )
+def torchrun(model: Path, port: int) -> list[str]:
+    """Rank 0 serves; the other rank follows it."""
     place = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *place, "--no-python"]
-    return [*run, "bash", str(script)]
+    return [*run, *serve(model, port)]
 
 
 @contextmanager
@@ -82,6 +76,6 @@ def test_same_text_as_one_rank(
     llm = LLM(model, runner="torch", num_threads=1)
     params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
     expected = [result.outputs[0].text for result in llm.generate(PROMPTS, params, progress=False)]
-    command = torchrun(model, port, tmp_path) if launcher == "torchrun" else serve(model, port)
+    command = torchrun(model, port) if launcher == "torchrun" else serve(model, port)
     with running(command, port, tmp_path / "log"):
         assert [generate(port, model.name, prompt) for prompt in PROMPTS] == expected

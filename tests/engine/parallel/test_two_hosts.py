@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from require_mpi import requires_mpi
 from two_hosts import ADDRESSES, TwoHosts, require_two_hosts
 
 from neso.engine.client.llm import LLM
+from neso.engine.parallel.handshake import SECRET_VARIABLE
 from neso.engine.parallel.launcher import mpi_family, mpiexec_command, own_environment
 from neso.generation import SamplingParams
 
@@ -64,6 +66,7 @@ def test_two_hosts_give_the_tokens_of_one(checkpoint_factory, tmp_path: Path, si
         flags = ["-hosts", ",".join(ADDRESSES), "-n", "2", "-ppn", "1"]
         launcher = ["-launcher", "ssh", "-launcher-exec", str(hosts.launcher)]
         environment = {**own_environment(), "FI_PROVIDER": "tcp", "UCX_TLS": "tcp,self"}
+        environment[SECRET_VARIABLE] = secrets.token_hex(16)
         subprocess.run(
             [
                 *("ip", "netns", "exec", hosts.names[0]),
