@@ -13,10 +13,15 @@ import typer
 
 from neso import __version__
 from neso.cli.build import build
+from neso.cli.flag_command import command_function
 from neso.cli.launch import LAUNCH_HELP, launch
 from neso.cli.perf import perf
 from neso.cli.repo import repo
 from neso.cli.serve import SUMMARY, ServeCommand, serve_function
+from neso.cli.worker import FLAGS as WORKER_FLAGS
+from neso.cli.worker import SUMMARY as WORKER_SUMMARY
+from neso.cli.worker import WorkerCommand
+from neso.cli.worker import run as run_worker
 
 app = typer.Typer(
     name="neso",
@@ -47,6 +52,9 @@ def neso(
 app.command(help="Pack a model for the native runner, optionally quantized.")(build)
 app.command(help=LAUNCH_HELP, context_settings={"ignore_unknown_options": True})(launch)
 app.command("serve", cls=ServeCommand, help=SUMMARY)(serve_function())
+app.command("worker", cls=WorkerCommand, help=WORKER_SUMMARY)(
+    command_function(WORKER_FLAGS, run_worker, "models")
+)
 app.add_typer(repo, name="repo")
 app.add_typer(perf, name="perf")
 

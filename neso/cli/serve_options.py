@@ -109,7 +109,7 @@ class ServeOptions:
         return cls(
             server=server,
             models=_models(names, values["served-model-name"]),
-            engine=_engine_options(values),
+            engine=engine_options(values),
             connections=values.build(ConnectionOptions),
             http=values.build(HttpOptions) if values["allow-http"] else None,
             grpc=grpc,
@@ -236,8 +236,8 @@ def _warn_unrestricted_kserve(values: FlagValues) -> None:
         )
 
 
-def _engine_options(values: FlagValues) -> dict[str, str]:
-    """Return the parameters of the `llm` backend. Raises `OptionError` if one is set by two flags."""
+def engine_options(values: FlagValues) -> dict[str, str]:
+    """Return the given engine options. Raises `OptionError` if one is set by two flags."""
     options: dict[str, str] = {}
     for flag, name, value in _engine_settings(values):
         if name in options:
@@ -249,7 +249,7 @@ def _engine_options(values: FlagValues) -> dict[str, str]:
 def _engine_settings(values: FlagValues) -> Iterator[tuple[Flag, str, str]]:
     """Yield flag, engine option and value."""
     for flag in ENGINE_FLAGS:
-        if values.given(flag.name):
+        if values.given(flag.name):  # also false for a flag that the command does not have
             yield flag, flag.name.replace("-", "_"), _to_text(values[flag.name])
     if values["lora-modules"]:
         yield LORA_MODULES, "lora_modules", json.dumps(_lora_modules(values["lora-modules"]))

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 import msgspec
 from msgspec import Meta
 
+from neso.engine.cluster_config import ClusterConfig
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.lora.config import LoraConfig
 from neso.engine.runners.runner_options import DType, Quantization, RunnerOptions
@@ -24,7 +25,7 @@ _ALIASES = {"enable_kv_cache_reuse": "enable_prefix_caching"}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of one engine. Options of its parts (`scheduler`, `lora`, `scores`, `speculation`) are set by flat names.
+    """Options of one engine. Options of its parts, such as `scheduler`, are set by flat names.
 
     The size of the KV cache is computed from several options: see `num_cache_blocks`.
     """
@@ -145,6 +146,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraConfig = LoraConfig()
     scores: ScoreLimits = ScoreLimits()
     speculation: SpeculationConfig = SpeculationConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     def __post_init__(self) -> None:
         if self.data_parallel_size is not None and self.data_parallel_size < 1:
@@ -208,6 +210,7 @@ _PARTS: dict[str, type[msgspec.Struct]] = {
     "speculation": SpeculationConfig,
     "lora": LoraConfig,
     "scores": ScoreLimits,
+    "cluster": ClusterConfig,
 }
 """Fields of `EngineConfig` whose fields are options."""
 

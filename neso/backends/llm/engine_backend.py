@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from neso.backends.llm.cluster_metrics import ClusterMetrics
 from neso.backends.llm.engine_sharing import EngineReconnector, EngineShare
 from neso.backends.llm.engine_supervisor import EngineSupervisor
 from neso.backends.llm.launched_ranks import with_launched_ranks
@@ -28,6 +29,7 @@ from neso.backends.option_files import (
 )
 from neso.backends.request_tensors import tensor_error_text
 from neso.backends.restarts import restart_counter
+from neso.cluster.cluster_engine import ClusterEngine
 from neso.engine.client.async_requests import is_slow
 from neso.engine.client.engine_group import EngineGroup
 from neso.engine.client.output_processor import PooledState, RequestState
@@ -243,6 +245,7 @@ class EngineBackend(Backend):
         self._config: EngineConfig
         self._engine: EngineGroup | None = None
         self._metrics: LlmMetrics | None = None
+        self._cluster_metrics: ClusterMetrics | None = None
         self._supervisor: EngineSupervisor | EngineReconnector | None = None
 
     @abstractmethod
@@ -254,11 +257,16 @@ class EngineBackend(Backend):
         config = await asyncio.to_thread(self.engine_config)
         config = self._config = with_launched_ranks(config, context.name, context.backend_config)
         in_process = context.backend_config.get("in-process", "false").lower() == "true"
-        count = config.data_parallel_size or self.num_instances
+        count = config.cluster.workers or config.data_parallel_size or self.num_instances
         gpus = [str(gpu) for gpu in available_gpus()]
+        workers: ClusterEngine | None = None
         try:
             config = with_own_devices(config, context, self, count, gpus)
-            engine = await EngineGroup.start(config, count, gpus=gpus, in_process=in_process)
+            if config.cluster.enabled:
+                workers = await ClusterEngine.open(config, gpus)
+                engine = EngineGroup([workers], config)
+            else:
+                engine = await EngineGroup.start(config, count, gpus=gpus, in_process=in_process)
         except BaseException as error:
             context.core.devices.release(self)
             if isinstance(error, EngineError):
@@ -267,13 +275,18 @@ class EngineBackend(Backend):
         self._engine = engine
         counter = restart_counter(context.core.metrics, context.name, context.version)
         self._supervisor = EngineSupervisor(
-            context.name, engine, config, counter, self._on_restarted, context.core.on_lost
+            *(context.name, engine if workers is None else workers.local, config, counter),
+            *(self._on_restarted, context.core.on_lost),
         )
         info = engine.info
         self._metrics = LlmMetrics(
             *(context.core.metrics, context.name, context.version, engine),
             iterations=self.iteration_metrics,
         )
+        if workers is not None:
+            self._cluster_metrics = ClusterMetrics(
+                context.core.metrics, context.name, context.version, workers.cluster
+            )
         self._log_loaded(info, count)
         if self.language_model is not None:
             log_default_sampling(
@@ -298,6 +311,8 @@ class EngineBackend(Backend):
         self.context.core.devices.release(self)
         if self._metrics is not None:
             self._metrics.close()
+        if self._cluster_metrics is not None:
+            self._cluster_metrics.close()
 
     def ready(self) -> bool:
         return self._engine is not None and self._engine.alive

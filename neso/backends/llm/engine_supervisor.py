@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 from prometheus_client import Counter
 
 from neso.backends.restarts import Restarts
-from neso.engine.client.engine_group import EngineGroup
 from neso.engine.config import EngineConfig
 from neso.engine.ipc.messages import EngineInfo
 
 logger = logging.getLogger(__name__)
+
+
+class Watched(Protocol):
+    """An engine, or a process that contains one."""
+
+    def on_dead(self, callback: Callable[[str], None]) -> None:
+        """Call `callback(reason)` if it ends unexpectedly."""
+
+
+class Restartable(Protocol):
+    """Engines that are restarted one by one: an `EngineGroup`, or the workers of this host."""
+
+    @property
+    def engines(self) -> Sequence[Watched]: ...
+
+    async def restart(self, number: int) -> EngineInfo:
+        """Start an engine again. Raises `EngineError`."""
+        ...
 
 
 class EngineSupervisor:
@@ -27,7 +45,7 @@ class EngineSupervisor:
     def __init__(
         self,
         model: str,
-        group: EngineGroup,
+        group: Restartable,
         config: EngineConfig,
         counter: Counter,
         restarted: Callable[[EngineInfo], None],
@@ -45,7 +63,7 @@ class EngineSupervisor:
     @property
     def down(self) -> bool:
         """Whether all engines have failed too often and are not restarted."""
-        return len(self._down) == len(self._group.engines)
+        return 0 < len(self._group.engines) == len(self._down)
 
     async def stop(self) -> None:
         """Stop restarting."""

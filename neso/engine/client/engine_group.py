@@ -49,7 +49,7 @@ class EngineGroup(AsyncRequests):
 
     def __init__(self, engines: Sequence[AsyncEngine], config: EngineConfig) -> None:
         self.engines = tuple(engines)
-        self.info = _sum_info([engine.info for engine in engines])
+        self.info = sum_info([engine.info for engine in engines])
         self.choose: Callable[[GroupRequest, Sequence[EngineLoad]], EngineLoad] = LeastCost()
         self._loads = [
             EngineLoad(number, engine, PrefixEstimate(engine.info.num_blocks))
@@ -195,15 +195,9 @@ class EngineGroup(AsyncRequests):
 
     def _send(self, request: GroupRequest, load: EngineLoad) -> None:
         state, lora = request.state, request.lora
-        request.engine, request.num_uncached = load, load.uncached_tokens(request)
-        load.num_sequences += request.num_sequences
-        load.num_prefill_tokens += request.num_uncached
-        if lora is not None:
-            load.adapters[lora.name] += 1
-            if lora.path is not None or lora.tensors is not None:
-                self._remember_source(lora.name, load)
-        if request.keys is not None:
-            load.prefixes.add(request.keys.keys)
+        request.engine, request.num_uncached = load, load.add(request)
+        if lora is not None and (lora.path is not None or lora.tensors is not None):
+            self._remember_source(lora.name, load)
         try:
             load.engine.submit(state, partial(self._receive, request))
         except Exception:
@@ -242,16 +236,9 @@ class EngineGroup(AsyncRequests):
             return
         if request.waiting is not None:
             self._dequeue(request)
-        load, lora = request.engine, request.lora
-        if load is None:
-            return
-        request.engine = None
-        load.num_sequences -= request.num_sequences
-        load.num_prefill_tokens -= request.num_uncached
-        if lora is not None:
-            load.adapters[lora.name] -= 1
-            if not load.adapters[lora.name]:
-                del load.adapters[lora.name]
+        if request.engine is not None:
+            request.engine.remove(request, request.num_uncached)
+            request.engine = None
 
     # -- the queue ----------------------------------------------------------------------------------------------
 
@@ -331,7 +318,7 @@ class EngineGroup(AsyncRequests):
         """Start an engine again after it has ended; see `AsyncEngine.restart`. Raises `EngineError`."""
         load = self._loads[number]
         info = await load.engine.restart()
-        self.info = _sum_info([engine.info for engine in self.engines])
+        self.info = sum_info([engine.info for engine in self.engines])
         missed, load.missed = load.missed, []
         await load.engine.catch_up(missed)
         load.prefixes = PrefixEstimate(info.num_blocks)
@@ -424,7 +411,7 @@ async def _ignoring_errors(change: Awaitable[None]) -> None:
         await change
 
 
-def _sum_info(infos: Sequence[EngineInfo]) -> EngineInfo:
+def sum_info(infos: Sequence[EngineInfo]) -> EngineInfo:
     """Return the properties of a model; the sizes are sums over its engines."""
     if len(infos) == 1:
         return infos[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.engine_client import Deliver
@@ -25,6 +26,68 @@ ADAPTER_COST = 64
 _MAX_PREFIXES = 10_000
 
 
+class RoutedRequest(Protocol):
+    """A request for which an engine or a worker is chosen. `keys`: None if prefixes are not cached."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_sequences(self) -> int: ...
+    @property
+    def keys(self) -> PrefixKeys | None: ...
+    @property
+    def lora(self) -> LoraRequest | None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """What an engine or a worker has to do.
+
+    - prefixes: estimate of its prefix cache; num_sequences: of the requests in flight
+    - num_prefill_tokens: prompt tokens of requests without an output; adapters: number of requests in flight by adapter
+    """
+
+    block_size: int
+    prefixes: PrefixEstimate
+    num_sequences: int = 0
+    num_prefill_tokens: int = 0
+    adapters: Counter[str] = field(default_factory=Counter)
+
+    def uncached_tokens(self, request: RoutedRequest) -> int:
+        """Return how many tokens of the prompt would have to be computed."""
+        if request.keys is None:
+            return request.num_prompt_tokens
+        return max(1, request.num_prompt_tokens - self.prefixes.match(request.keys.keys) * self.block_size)
+
+    def cost(self, request: RoutedRequest) -> int:
+        """Return the work in front of the request and its own, in prompt tokens."""
+        cost = UNCACHED_COST * self.uncached_tokens(request) + self.num_prefill_tokens
+        cost += SEQUENCE_COST * self.num_sequences
+        if request.lora is not None and request.lora.name not in self.adapters:
+            cost += ADAPTER_COST
+        return cost
+
+    def add(self, request: RoutedRequest) -> int:
+        """Count a request that is sent to the engine. Returns how many prompt tokens it has to compute."""
+        num_uncached = self.uncached_tokens(request)
+        self.num_sequences += request.num_sequences
+        self.num_prefill_tokens += num_uncached
+        if request.lora is not None:
+            self.adapters[request.lora.name] += 1
+        if request.keys is not None:
+            self.prefixes.add(request.keys.keys)
+        return num_uncached
+
+    def remove(self, request: RoutedRequest, num_uncached: int) -> None:
+        """Forget a request. `num_uncached`: its prompt tokens that are still counted."""
+        self.num_sequences -= request.num_sequences
+        self.num_prefill_tokens -= num_uncached
+        if request.lora is not None:
+            self.adapters[request.lora.name] -= 1
+            if not self.adapters[request.lora.name]:
+                del self.adapters[request.lora.name]
+
+
 @dataclass(slots=True, eq=False)
 class GroupRequest:
     """A request of a group. `engine`: the engine that executes it; None while it waits.
@@ -43,28 +106,23 @@ class GroupRequest:
     deadline: float | None = None
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.state.request.prompt_token_ids)
+
+    @property
     def lora(self) -> LoraRequest | None:
         return self.state.request.lora
 
 
-@dataclass(slots=True, eq=False)
-class EngineLoad:
-    """An engine of a group, and what it has to do.
+class EngineLoad(Load):
+    """An engine of a group, and what it has to do. `missed`: changes of adapters since it has ended."""
 
-    - num_sequences: of the requests in flight; num_prefill_tokens: prompt tokens of requests without an output
-    - adapters: number of requests in flight by adapter
-    - missed: changes of adapters since it has ended
-    """
+    def __init__(self, number: int, engine: AsyncEngine, prefixes: PrefixEstimate) -> None:
+        super().__init__(engine.info.block_size, prefixes)
+        self.number, self.engine = number, engine
+        self.missed: list[LoraRequest | str] = []
 
-    number: int
-    engine: AsyncEngine
-    prefixes: PrefixEstimate
-    num_sequences: int = 0
-    num_prefill_tokens: int = 0
-    adapters: Counter[str] = field(default_factory=Counter)
-    missed: list[LoraRequest | str] = field(default_factory=list)
-
-    def has_room(self, request: GroupRequest, max_prefill_tokens: int) -> bool:
+    def has_room(self, request: RoutedRequest, max_prefill_tokens: int) -> bool:
         """Whether the request could start in one of the next steps."""
         if not self.engine.alive:
             return False
@@ -73,20 +131,8 @@ class EngineLoad:
         slots = self.engine.info.max_num_seqs - self.num_sequences
         return slots >= request.num_sequences and self.num_prefill_tokens < max_prefill_tokens
 
-    def uncached_tokens(self, request: GroupRequest) -> int:
-        """Return how many tokens of the prompt the engine would have to compute."""
-        tokens = len(request.state.request.prompt_token_ids)
-        if request.keys is None:
-            return tokens
-        return max(1, tokens - self.prefixes.match(request.keys.keys) * self.engine.info.block_size)
 
-    def cost(self, request: GroupRequest) -> int:
-        """Return the work in front of the request and its own, in prompt tokens."""
-        cost = UNCACHED_COST * self.uncached_tokens(request) + self.num_prefill_tokens
-        cost += SEQUENCE_COST * self.num_sequences
-        if request.lora is not None and request.lora.name not in self.adapters:
-            cost += ADAPTER_COST
-        return cost
+AnyLoad = TypeVar("AnyLoad", bound=Load)
 
 
 class LeastCost:
@@ -103,7 +149,7 @@ class LeastCost:
         """By the key of the first block that the other engine does not hold: work in front of requests beyond that of
         the other engine."""
 
-    def __call__(self, request: GroupRequest, engines: Sequence[EngineLoad]) -> EngineLoad:
+    def __call__(self, request: RoutedRequest, engines: Sequence[AnyLoad]) -> AnyLoad:
         best = min(engines, key=lambda engine: engine.cost(request))
         others = [engine for engine in engines if engine is not best]
         if not others or request.keys is None:
@@ -115,7 +161,7 @@ class LeastCost:
             return best
         key = keys[held_by_other]
         extra = self._extra_work.pop(key, 0) + SEQUENCE_COST * (best.num_sequences - other.num_sequences)
-        if extra > UNCACHED_COST * (held - held_by_other) * best.engine.info.block_size:
+        if extra > UNCACHED_COST * (held - held_by_other) * best.block_size:
             return other
         if extra > 0:
             self._extra_work[key] = extra

@@ -74,6 +74,8 @@ class LLM:
                 raise EngineError(
                     f"{name} is an option of the server; this engine runs in the calling process"
                 )
+        if config.cluster.enabled:
+            raise EngineError("workers are an option of the server; this engine runs in the calling process")
         self.tokenizer = load_engine_tokenizer(config)
         self.core, self.info = load_engine(config, processors)
         images = open_image_prompt(directory, self.info.vision, config.max_image_pixels)

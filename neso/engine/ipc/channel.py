@@ -203,7 +203,7 @@ class ProcessChannel(EngineChannel):
             self.process.stdin.close()
         shutil.rmtree(self._directory, ignore_errors=True)
         self.dead.set_result(
-            f"the engine process has ended ({self._heartbeats.reason or self._hang or _describe_exit(code)})"
+            f"the engine process has ended ({self._heartbeats.reason or self._hang or describe_exit(code)})"
         )
 
 
@@ -214,7 +214,8 @@ def _environment(config: EngineConfig) -> dict[str, str]:
     return {**os.environ, "CUDA_VISIBLE_DEVICES": visible_devices(config.device_ids)}
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int) -> str:
+    """Return how a process has ended, from its exit status or, if negative, its signal."""
     if code == HANG_STATUS:
         return "a step took longer than step_timeout"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

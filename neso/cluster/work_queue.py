@@ -1,0 +1,296 @@
+"""The work queue of a front end: requests that wait, and requests that a worker has taken.
+
+A request is put once and stays in the queue until it is acknowledged. A worker takes it by a grant, which reserves the
+request's cost in the worker's credits. A request of a lost worker waits again, in its old place, with the next attempt
+number. The number is a fencing token: whatever an earlier attempt still sends is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+import msgspec
+
+from neso.cluster.messages import Cost, Credits, Frame
+from neso.engine.client.engine_load import Load
+from neso.engine.client.prefix_estimate import PrefixEstimate, PrefixKeys
+from neso.engine.core.admission import WaitingQueue
+from neso.engine.core.request import EngineRequest, SequenceOutput
+from neso.engine.core.sequence import Sequence as QueuedSequence
+from neso.engine.core.stats import EngineStats
+from neso.engine.ipc.messages import EngineInfo
+from neso.generation import LoraRequest
+
+WINDOW = 32
+"""Number of oldest waiting requests among which the router chooses."""
+
+
+class WrongContinuation(Exception):
+    """An attempt has generated other tokens than those that were delivered before."""
+
+
+class Delivered:
+    """What was delivered of a request: the front end passes on each token once, whatever attempts send."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(num_sequences)]
+        self.open = set(range(num_sequences))
+        """Indices of sequences that have not ended."""
+        self._prompt_logprobs = 0
+        self._context_bytes = 0
+        self._attempt = 0
+        self._seen_prompt_logprobs = self._seen_context_bytes = 0  # of the present attempt
+
+    @property
+    def any(self) -> bool:
+        """Whether a token was delivered."""
+        return any(self.tokens)
+
+    def take(self, frame: Frame) -> SequenceOutput | None:
+        """Return the part of an output that is new; None if there is none. Raises `WrongContinuation`."""
+        output = frame.output
+        if output.index not in self.open:
+            return None
+        if frame.attempt != self._attempt:
+            self._attempt, self._seen_prompt_logprobs, self._seen_context_bytes = frame.attempt, 0, 0
+        output = self._without_known_prompt(output)
+        known, new = self.tokens[output.index], output.token_ids
+        overlap = len(known) - frame.start
+        if overlap < 0:
+            raise WrongContinuation(f"token {len(known)} is missing, the next one is {frame.start}")
+        if overlap:
+            repeated = new[:overlap]
+            if repeated != known[frame.start : frame.start + len(repeated)]:
+                raise WrongContinuation(f"the tokens from index {frame.start} differ from those delivered")
+            output = _without_first(output, len(repeated))
+            if not (output.token_ids or output.finish_reason is not None or output.prompt_logprobs):
+                return None
+        known += output.token_ids
+        if output.finish_reason is not None:
+            self.open.discard(output.index)
+        return output
+
+    def _without_known_prompt(self, output: SequenceOutput) -> SequenceOutput:
+        """Remove values of prompt positions that an earlier attempt has delivered."""
+        if not output.prompt_logprobs and not output.context_logits:
+            return output
+        skip = self._prompt_logprobs - self._seen_prompt_logprobs
+        skip_bytes = self._context_bytes - self._seen_context_bytes
+        self._seen_prompt_logprobs += len(output.prompt_logprobs)
+        self._seen_context_bytes += len(output.context_logits)
+        self._prompt_logprobs = max(self._prompt_logprobs, self._seen_prompt_logprobs)
+        self._context_bytes = max(self._context_bytes, self._seen_context_bytes)
+        return msgspec.structs.replace(
+            output,
+            prompt_logprobs=output.prompt_logprobs[max(0, skip) :],
+            context_logits=output.context_logits[max(0, skip_bytes) :],
+        )
+
+
+def _without_first(output: SequenceOutput, count: int) -> SequenceOutput:
+    """Return an output without its first `count` tokens."""
+    row = len(output.generation_logits) // len(output.token_ids) if output.token_ids else 0
+    return msgspec.structs.replace(
+        output,
+        token_ids=output.token_ids[count:],
+        logprobs=output.logprobs[count:],
+        generation_logits=output.generation_logits[count * row :],
+        draft_tokens=0,
+        accepted_draft_tokens=0,
+    )
+
+
+class Job:
+    """A request in the queue. `worker`: None while it waits; `num_uncached`: its prompt tokens without an output."""
+
+    def __init__(self, request: EngineRequest, keys: PrefixKeys | None, arrived: float) -> None:
+        self.request, self.keys, self.arrived = request, keys, arrived
+        self.num_sequences = 1 if request.pooling is not None else request.sampling.num_sequences
+        self.delivered = Delivered(self.num_sequences)
+        self.attempt = 1
+        self.worker: WorkerState | None = None
+        self.entry: QueuedSequence | None = None
+        self.waiting_since = arrived
+        self.granted = 0.0
+        self.num_uncached = 0
+        self.cancelled: set[int] = set()  # sequences that the client has ended by a stop string
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def lora(self) -> LoraRequest | None:
+        return self.request.lora
+
+    def cost(self, worker: WorkerState) -> Cost:
+        """Return what the request takes of a worker. Blocks for its output are not reserved: the engine preempts."""
+        blocks = (
+            -(-self.num_prompt_tokens // worker.block_size) + self.num_sequences if worker.num_blocks else 0
+        )
+        return Cost(self.num_sequences, blocks, worker.uncached_tokens(self))
+
+
+class WorkerState(Load):
+    """A worker as the front end knows it: its credits, the grants that these do not include, its requests."""
+
+    def __init__(self, name: str, info: EngineInfo) -> None:
+        super().__init__(info.block_size, PrefixEstimate(info.num_blocks))
+        self.name, self.info = name, info
+        self.num_blocks = info.num_blocks
+        self.stats = EngineStats(num_blocks=info.num_blocks)
+        self.credits = Credits()
+        self.jobs: dict[str, Job] = {}
+        self.loras: dict[str, str | None] = {}
+        self.seconds_per_token = 0.0
+        """Measured time to prefill a token, including waiting in the worker; 0: not known."""
+        self._num_grants = 0
+        self._unseen: list[tuple[int, Cost]] = []
+
+    def update(self, credits: Credits) -> None:
+        """Use new credits, and forget the grants that they include."""
+        self.credits = credits
+        self._unseen = [entry for entry in self._unseen if entry[0] > credits.grants]
+
+    def has_room(self, job: Job) -> bool:
+        """Whether the worker can take a request now."""
+        reserved = Cost()
+        for _, cost in self._unseen:
+            reserved = reserved.plus(cost)
+        return self.credits.cover(reserved, job.cost(self))
+
+    def reserve(self, cost: Cost) -> None:
+        """Count a grant."""
+        self._num_grants += 1
+        self._unseen.append((self._num_grants, cost))
+
+    def observe_prefill(self, seconds: float, tokens: int) -> None:
+        """Record the time from a grant to its first output."""
+        measured = seconds / max(1, tokens)
+        old = self.seconds_per_token
+        self.seconds_per_token = measured if not old else 0.8 * old + 0.2 * measured
+
+
+class WorkQueue:
+    """Requests by priority and arrival. `max_size`: limit of the waiting requests; None for no limit.
+
+    Every request is in one place: waiting, or in `jobs` of the worker that has it.
+    """
+
+    def __init__(
+        self,
+        max_size: int | None = None,
+        ageing_seconds: float = 0.0,
+        max_attempts: int = 3,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._waiting = WaitingQueue(max_size, ageing_seconds, clock)
+        self._by_entry: dict[int, Job] = {}
+        self._num_put = 0
+        self._clock = clock
+        self.max_attempts = max_attempts
+        self.jobs: dict[str, Job] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a worker."""
+        return len(self._waiting)
+
+    @property
+    def oldest_wait(self) -> float:
+        """Seconds that the oldest waiting request has waited; 0 if none waits."""
+        since = [job.waiting_since for job in self._by_entry.values()]
+        return self._clock() - min(since) if since else 0.0
+
+    def put(self, request: EngineRequest, keys: PrefixKeys | None = None) -> Job:
+        """Add a request. Raises `QueueFull`."""
+        self._waiting.check_room()
+        job = Job(request, keys, self._clock())
+        self._num_put += 1
+        rank = self._waiting.rank(request.priority, request.queue_delay)
+        job.entry = QueuedSequence(id=self._num_put, request=request, arrival=self._num_put, rank=rank)
+        self.jobs[job.id] = job
+        self._wait(job)
+        return job
+
+    def _wait(self, job: Job) -> None:
+        assert job.entry is not None
+        self._by_entry[job.entry.id] = job
+        self._waiting.add(job.entry)
+
+    def window(self) -> list[Job]:
+        """Return the first waiting requests in order."""
+        return [self._by_entry[entry.id] for entry in islice(self._waiting, WINDOW)]
+
+    def grant(self, job: Job, worker: WorkerState) -> Cost:
+        """Give a waiting request to a worker and reserve its cost there."""
+        assert job.entry is not None and job.worker is None
+        self._waiting.remove(job.entry)
+        del self._by_entry[job.entry.id]
+        cost = job.cost(worker)
+        worker.reserve(cost)
+        job.worker, job.granted = worker, self._clock()
+        job.num_uncached = worker.add(job)
+        worker.jobs[job.id] = job
+        return cost
+
+    def time_left_ms(self, job: Job) -> float | None:
+        """Return the rest of a request's queue_timeout_ms for its engine."""
+        limit = job.request.queue_timeout_ms
+        return None if limit is None else max(0.001, limit - (self._clock() - job.arrived) * 1000)
+
+    def started(self, job: Job) -> None:
+        """Count the first output of an attempt: its prefill is done."""
+        worker = job.worker
+        if worker is not None and job.num_uncached:
+            worker.observe_prefill(self._clock() - job.granted, job.num_uncached)
+            worker.num_prefill_tokens -= job.num_uncached
+            job.num_uncached = 0
+
+    def ack(self, job: Job) -> None:
+        """Remove a request that has ended, was cancelled, or has failed."""
+        if self.jobs.pop(job.id, None) is None:
+            return
+        self._take_back(job)
+        if job.entry is not None and job.entry.id in self._by_entry:
+            self._waiting.remove(job.entry)
+            del self._by_entry[job.entry.id]
+
+    def nack(self, job: Job) -> bool:
+        """Let a request of a worker wait again, as the next attempt. Returns False after its last attempt."""
+        self._take_back(job)
+        if job.attempt >= self.max_attempts:
+            return False
+        job.attempt += 1
+        job.waiting_since = self._clock()
+        self._wait(job)
+        return True
+
+    def _take_back(self, job: Job) -> None:
+        worker, job.worker = job.worker, None
+        if worker is not None:
+            worker.remove(job, job.num_uncached)
+            job.num_uncached = 0
+            del worker.jobs[job.id]
+
+    def expired(self) -> list[Job]:
+        """Return the requests that have waited for queue_timeout_ms and were never granted; each is returned once."""
+        jobs = [self._by_entry.get(entry.id) for entry in self._waiting.expired()]
+        return [job for job in jobs if job is not None and job.attempt == 1]
+
+    def predicted_wait(self, workers: Iterable[WorkerState]) -> float:
+        """Return the seconds in which the workers can prefill what waits; 0 if no speed was measured."""
+        tokens = sum(job.num_prompt_tokens for job in self._by_entry.values())
+        speed = sum(1 / worker.seconds_per_token for worker in workers if worker.seconds_per_token)
+        return tokens / speed if speed else 0.0
+
+
+def loads(workers: Iterable[WorkerState]) -> Sequence[EngineStats]:
+    """Return the statistics of the workers; those of no engine if there is none."""
+    return [worker.stats for worker in workers] or [EngineStats()]

@@ -1,0 +1,55 @@
+"""A worker process: `python -m neso.cluster.worker_process OPTIONS_JSON`, started by the server.
+
+Standard input is a pipe whose write end the server holds; the process exits when it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+
+from neso.cluster.worker import Worker, WorkerOptions
+from neso.engine.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+
+async def run_worker(options: WorkerOptions) -> None:
+    """Serve until SIGTERM or, outside of a server, SIGINT. Raises `EngineError`."""
+    worker = Worker(options)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, worker.stop)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGINT, worker.stop)
+    await worker.run()
+
+
+def main(options_json: str) -> int:
+    """Run the worker; returns the exit status."""
+    # Ctrl-C is sent to the whole process group; the server decides when its workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    options = msgspec.json.decode(options_json, type=WorkerOptions)
+    logging.basicConfig(level=logging.WARNING, format=f"{options.name}: %(message)s")
+    threading.Thread(target=_exit_with_parent, daemon=True, name="parent-watch").start()
+    try:
+        asyncio.run(run_worker(options))
+    except EngineError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+def _exit_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
