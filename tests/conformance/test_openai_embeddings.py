@@ -127,6 +127,27 @@ def test_rerank(encoders, directories, path):
     assert len(reply["results"]) == 3 and "document" not in reply["results"][0]
 
 
+def test_ranking_as_of_nim(encoders, directories):
+    llm = LLM(directories["reranker"])
+    body = {
+        "model": "reranker",
+        "query": {"text": "What is Neso?"},
+        "passages": [{"text": text} for text in DOCUMENTS],
+    }
+    status, reply = encoders.post("/v1/ranking", body, "openai")
+    assert status == 200
+    logits = [one["logit"] for one in reply["rankings"]]
+    assert logits == sorted(logits, reverse=True)
+    scores = llm.score("What is Neso?", DOCUMENTS)
+    found = 1 / (1 + np.exp(-np.array(logits)))
+    np.testing.assert_allclose(found, scores[[one["index"] for one in reply["rankings"]]], atol=1e-5)
+    long = {**body, "passages": [{"text": "x " * 300}]}
+    status, reply = encoders.post("/v1/ranking", long, "openai")
+    assert status == 400 and reply["error"]["param"] == "passages"
+    status, reply = encoders.post("/v1/ranking", {**long, "truncate": "END"}, "openai")
+    assert status == 200 and 0 < reply["usage"]["prompt_tokens"] <= 130
+
+
 def test_score(encoders, directories):
     llm = LLM(directories["reranker"])
     body = {"model": "reranker", "text_1": "What is Neso?", "text_2": DOCUMENTS}

@@ -40,6 +40,7 @@ MODELS = {
     "/v1/rerank": "reranker",
     "/v2/rerank": "reranker",
     "/rerank": "reranker",
+    "/v1/ranking": "reranker",
 }
 STREAMS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 LIMITS = {

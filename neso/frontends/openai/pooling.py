@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, `/v1/score` and `/v1/rerank`."""
+"""`POST /v1/embeddings`, `/v1/score`, `/v1/rerank` and `/v1/ranking`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ScoreRequest(PoolingFields):
 
 
 class RerankDocument(BaseModel):
-    """A document as an object, as Jina's and Cohere's clients may send it."""
+    """A text as an object, as clients of Jina, Cohere and NIM send it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -81,6 +81,16 @@ class RerankRequest(PoolingFields):
         None, description="Number of documents to return; 0: all."
     )
     return_documents: bool | None = Field(None, description="Default: true.")
+
+
+class RankingRequest(PoolingFields):
+    """The body of `POST /v1/ranking`, as of NVIDIA NIM."""
+
+    query: RerankDocument
+    passages: FailFastList[RerankDocument] = Field(min_length=1)
+    truncate: Literal["NONE", "END"] | None = Field(
+        None, description="END: cut texts at the model's context length; default: NONE, reject them."
+    )
 
 
 @open_object
@@ -152,6 +162,22 @@ class RerankResponse(TypedDict):
     model: str
     usage: PoolingUsage
     results: list[RerankResult]
+
+
+@open_object
+class Ranking(TypedDict):
+    """The score of one passage, before the activation of a cross-encoder."""
+
+    index: Annotated[int, Field(description="Index of the passage in the request.")]
+    logit: float
+
+
+@open_object
+class RankingResponse(TypedDict):
+    """The response of `POST /v1/ranking`: passages in order of decreasing relevance."""
+
+    rankings: list[Ranking]
+    usage: PoolingUsage
 
 
 class PoolingApi:
@@ -269,6 +295,35 @@ class PoolingApi:
             "model": request.model,
             "usage": _usage(pooled),
             "results": results,
+        }
+
+    @operation(
+        "POST",
+        "/v1/ranking",
+        tag=_TAG,
+        request=RankingRequest,
+        response=RankingResponse,
+        examples={
+            "two": {
+                "model": "a-reranker",
+                "query": {"text": "What is a GPU?"},
+                "passages": [{"text": "A chip."}, {"text": "A fish."}],
+            }
+        },
+        cancellable=True,
+    )
+    async def rank(self, request: RankingRequest, context: RequestContext) -> RankingResponse:
+        """Rank passages by relevance to a query, as NVIDIA NIM does."""
+        if request.truncate == "END":
+            request.truncate_prompt_tokens = -1
+        texts = [passage.text for passage in request.passages]
+        scores, pooled = await self._scores(request, request.query.text, texts, "passages", activation=False)
+        return {
+            "rankings": [
+                {"index": index, "logit": scores[index].item()}
+                for index in np.argsort(-scores, kind="stable").tolist()
+            ],
+            "usage": _usage(pooled),
         }
 
     async def _scores(
