@@ -46,9 +46,6 @@ _IGNORED = (
 )
 
 REFUSED = {
-    "prefill-concurrency": "limit --concurrency instead",
-    "user-centric-rate": "use --request-rate with sessions",
-    "num-users": "use --concurrency, or --request-rate with sessions",
     "request-rate-series": "use --fixed-schedule with timestamps in the input file",
     "search-space": "use `neso perf tune` or `neso perf analyze`",
     "search-metric": "use `neso perf tune` or `neso perf analyze`",
@@ -65,8 +62,6 @@ REFUSED = {
     "mlflow-tracking-uri": "the exports are files; convert them",
     "wandb-project": "the exports are files; convert them",
     "ssl-grpc-use-ssl": "use a URL with grpcs://",
-    "shared-memory": "requests carry their tensors",
-    "output-shared-memory-size": "requests carry their tensors",
     "request-intervals": "use --fixed-schedule with timestamps in the input file",
     "periodic-concurrency-range": "use --concurrency-ramp-duration",
     "binary-search": "use `neso perf analyze`",

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from neso.perf.client.generator import ENDS_SWEEP, LoadGenerator, as_json, default_workers, load_name
 from neso.perf.endpoints.options import EndpointOptions
 from neso.perf.endpoints.registry import TARGETS, endpoint_class
 from neso.perf.errors import PerfError
-from neso.perf.inputs import open_source
+from neso.perf.inputs import open_source, with_extra_inputs
 from neso.perf.inputs.options import InputOptions
 from neso.perf.load.options import LoadOptions
 from neso.perf.load.plan import LoadPlan
 from neso.perf.output_options import OutputOptions
 from neso.perf.records import RunResult
-from neso.perf.requests import InputSource
+from neso.perf.requests import InputSource, PerfRequest
+
+if TYPE_CHECKING:
+    from neso.perf.endpoints.kserve import ModelMetadata
 
 
 def profile(
@@ -58,10 +60,11 @@ def open_generator(
 ) -> Iterator[LoadGenerator]:
     """Start the workers for all loads of `load`, and wait for the model if the options say so. Raises `PerfError`."""
     endpoint = replace(endpoint, keep_text=endpoint.keep_text or output.keep_text)
-    source = _source(inputs, endpoint)
+    if load.prefill_concurrency and not (endpoint.streaming or endpoint.is_engine):
+        raise PerfError("--prefill-concurrency: only with --streaming, else there is no first token")
     plans = [plan for plan, _ in load.loads()]
     workers = load.workers or max(default_workers(plan.concurrency, plan.rate) for plan in plans)
-    with LoadGenerator(endpoint, source, workers=workers) as generator:
+    with _source(inputs, endpoint) as source, LoadGenerator(endpoint, source, workers=workers) as generator:
         if endpoint.wait_for_model:
             generator.wait_for_model(endpoint.wait_for_model)
         yield generator
@@ -110,19 +113,48 @@ def _bodies(generator: LoadGenerator) -> Iterator[list[bytes]]:
             yield [endpoint.body(request, request.model or options.models[0], []) for request in session]
 
 
-def _source(inputs: InputOptions, endpoint: EndpointOptions) -> InputSource:
-    """Return the requests; those of tensor models follow the metadata that the server has of the model."""
-    if not (endpoint.is_grpc or endpoint.endpoint_type == "kserve_http") or inputs.input_file:
-        return open_source(inputs, endpoint.endpoint_type, endpoint.models)
-    from neso.perf.client.grpc import grpc_metadata
-    from neso.perf.endpoints.kserve import Convention, http_metadata
+@contextmanager
+def _source(inputs: InputOptions, endpoint: EndpointOptions) -> Iterator[InputSource | Iterable[PerfRequest]]:
+    """Yield the requests; those of tensor models follow the metadata that the server has of the model."""
+    metadata = _tensor_metadata(inputs, endpoint)
+    if metadata is None:
+        if inputs.shared_memory != "none":
+            raise PerfError(
+                "--shared-memory: only for tensor models of endpoint types kserve_http and kserve_grpc"
+            )
+        yield open_source(inputs, endpoint.endpoint_type, endpoint.models)
+        return
     from neso.perf.inputs.tensors import TensorSource, TensorSpec
 
-    metadata = asyncio.run(grpc_metadata(endpoint)) if endpoint.is_grpc else http_metadata(endpoint)
-    if Convention(endpoint.backend, metadata).kind != "tensor":
-        return open_source(inputs, endpoint.endpoint_type, endpoint.models)
     specs = tuple(TensorSpec(*spec) for spec in metadata.inputs)
-    return TensorSource(specs, inputs, metadata.max_batch_size)
+    source = with_extra_inputs(
+        TensorSource(specs, inputs, metadata.max_batch_size, metadata.is_sequence), inputs
+    )
+    if inputs.shared_memory == "none":
+        yield source
+        return
+    from neso.perf.client.shared_memory import shared_requests
+
+    requests = list(source.requests())
+    with shared_requests(
+        endpoint,
+        metadata,
+        requests,
+        batch=inputs.batch_size_text,
+        output_size=inputs.output_shared_memory_size,
+    ) as shared:
+        yield shared
+
+
+def _tensor_metadata(inputs: InputOptions, endpoint: EndpointOptions) -> ModelMetadata | None:
+    """Return the metadata of a tensor model whose inputs are to be generated, else None."""
+    if not (endpoint.is_grpc or endpoint.endpoint_type == "kserve_http") or inputs.input_file:
+        return None
+    from neso.perf.client.grpc import grpc_metadata
+    from neso.perf.endpoints.kserve import Convention, http_metadata
+
+    metadata = grpc_metadata(endpoint) if endpoint.is_grpc else http_metadata(endpoint)
+    return metadata if Convention(endpoint.backend, metadata).kind == "tensor" else None
 
 
 def exit_status(runs: list[RunResult]) -> int:

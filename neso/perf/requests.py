@@ -9,6 +9,20 @@ from typing import Any, Protocol
 import numpy as np
 
 
+@dataclass(frozen=True, slots=True)
+class SharedTensor:
+    """A tensor in shared memory: name of the registered region, place in bytes, KServe datatype and shape.
+
+    The shape of an output is (): the response has it.
+    """
+
+    region: str
+    offset: int
+    byte_size: int
+    datatype: str
+    shape: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class PerfRequest:
     """One request, independent of the endpoint. An endpoint uses the fields that it understands.
@@ -19,7 +33,7 @@ class PerfRequest:
     - token_ids: tokenized prompt, for endpoints that accept token ids; `text` can be given beside it for the others
     - texts: texts of one embeddings request
     - query, passages: of one ranking request
-    - tensors: arrays by input name, of KServe models
+    - tensors: arrays, or tensors in shared memory, by input name, of KServe models
     - payload: complete JSON body, sent unchanged except for the model and `stream`
 
     `system`: text of a system message before the user message.
@@ -27,11 +41,13 @@ class PerfRequest:
     `model`, `adapter`: "" means that the client selects a model of its list (`--model-selection-strategy`).
     `input_tokens`: number of prompt tokens by the tokenizer of the source, if known.
     `max_tokens`, `min_tokens`: limits of the output in tokens; None leaves them to the server.
+    `shared_outputs`: where a KServe model writes its outputs, by name.
     `extra`: fields that are merged into the JSON body, or parameters of a KServe request.
 
     Sessions: requests with the same non-empty `session` follow each other in the order of `turn`. Each is sent when
     the response of the one before it has arrived and `delay_ms` have passed. A turn has only the new user message in
-    `text`; the chat endpoint adds the earlier turns and their responses.
+    `text`; the chat endpoint adds the earlier turns and their responses. When a turn is sent, its `session` is
+    NAME#NUMBER, which no other session of the load has, and `ends_session` says whether no further turn is sent.
 
     `timestamp_ms`: intended start, for a fixed schedule; for a session that of its first turn counts.
     """
@@ -44,7 +60,8 @@ class PerfRequest:
     query: str = ""
     passages: list[str] | None = None
     images: list[str] | None = None
-    tensors: dict[str, np.ndarray] | None = None
+    tensors: dict[str, np.ndarray | SharedTensor] | None = None
+    shared_outputs: dict[str, SharedTensor] = field(default_factory=dict)
     payload: dict[str, Any] | None = None
     model: str = ""
     adapter: str = ""
@@ -54,8 +71,15 @@ class PerfRequest:
     extra: dict[str, Any] = field(default_factory=dict)
     session: str = ""
     turn: int = 0
+    ends_session: bool = False
     delay_ms: float = 0.0
     timestamp_ms: float | None = None
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The tensors that are not in shared memory, by input name."""
+        tensors = (self.tensors or {}).items()
+        return {name: tensor for name, tensor in tensors if not isinstance(tensor, SharedTensor)}
 
 
 class InputSource(Protocol):

@@ -10,6 +10,7 @@ import typer
 from neso.cli.flag_values import FlagValues, OptionError
 from neso.cli.perf import normalized
 from neso.cli.perf_flags import FLAGS, REFUSED, TOPICS
+from neso.perf.client.generator import load_name
 from neso.perf.endpoints.options import EndpointOptions
 from neso.perf.errors import PerfError
 from neso.perf.inputs.options import InputOptions
@@ -81,6 +82,18 @@ def test_a_command_line_of_aiperf():
     assert next(load.loads())[1].requests == 10 and len(output.goodput) == 2
 
 
+def test_users_and_limits_of_the_prefill_phase_are_loads():
+    _, load, *_ = parse(
+        "-m m --user-centric-rate 2,4 --num-users 10 --prefill-concurrency 1,2 --request-count 9"
+    )
+    plans = [plan for plan, _ in load.loads()]
+    assert [(plan.rate, plan.users, plan.prefill_concurrency) for plan in plans] == [
+        (2, 10, 1), (2, 10, 2), (4, 10, 1), (4, 10, 2),
+    ]  # fmt: skip
+    assert plans[0].turn_gap_ns == 5_000_000_000 and plans[0].concurrency == 0
+    assert load_name(plans[0]) == {"user_centric_rate": 2, "num_users": 10, "prefill_concurrency": 1}
+
+
 @pytest.mark.parametrize(
     ("text", "values"), [("1,2,4", (1, 2, 4)), ("2:8:3", (2, 5, 8)), ("3:5", (3, 4, 5)), ("7", (7,))]
 )
@@ -96,6 +109,10 @@ def test_lists_and_ranges_of_the_concurrency_are_a_sweep(text, values):
         ("--request-rate -1", "at least"),
         ("--request-rate nan", "at least"),
         ("--fixed-schedule --request-rate 5", "cannot be combined"),
+        ("--user-centric-rate 5", "together"),
+        ("--user-centric-rate 5 --num-users 2 --request-rate 5", "cannot be combined"),
+        ("--prefill-concurrency 0", "at least 1"),
+        ("--shared-memory cuda", "none or system"),
         ("--arrival-smoothness 2", "gamma"),
         ("--request-cancellation-rate 101", "at most 100"),
         ("--benchmark-grace-period 3", "benchmark-duration"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -33,11 +34,19 @@ class FakeTarget:
         self.seconds = seconds
         self.in_flight: list[int] = []
         self.histories: list[int] = []
+        self.first_output_seconds = 0.0
+        self.in_prefill = self.max_in_prefill = 0
         self.error_kind = ""
         self._active: set[asyncio.Task[None]] = set()
 
-    async def send(self, request, record, history, cancel_after=None) -> None:
+    async def send(self, request, record, history, cancel_after=None, on_first_output=None) -> None:
         record.start_ns = time.monotonic_ns()
+        if on_first_output is not None:
+            self.in_prefill += 1
+            self.max_in_prefill = max(self.max_in_prefill, self.in_prefill)
+            asyncio.get_running_loop().call_later(
+                self.first_output_seconds, self._first_output, on_first_output
+            )
         wait = self.seconds(record.start_ns)
         task = asyncio.ensure_future(asyncio.sleep(wait if cancel_after is None else min(wait, cancel_after)))
         self._active.add(task)
@@ -54,6 +63,10 @@ class FakeTarget:
         record.error_kind = self.error_kind
         if record.output_text is not None:
             record.output_text = "reply"
+
+    def _first_output(self, on_first_output: Callable[[], None]) -> None:
+        self.in_prefill -= 1
+        on_first_output()
 
     def message(self, request):
         return {"role": "user", "content": request.text}
@@ -107,7 +120,7 @@ class Run:
 
 async def test_a_load_can_be_stopped_when_requests_fail_without_waiting():
     class Target(FakeTarget):
-        async def send(self, request, record, history, cancel_after=None) -> None:
+        async def send(self, request, record, history, cancel_after=None, on_first_output=None) -> None:
             if not records:
                 asyncio.get_running_loop().call_soon(runner.stop)
             assert len(records) < 1000, "the event loop did not run"
@@ -176,9 +189,9 @@ def test_latency_counts_from_the_intended_start_when_the_server_stalls():
     run_start = [0]
 
     class Late(FakeTarget):
-        async def send(self, request, record, history, cancel_after=None):
+        async def send(self, *arguments) -> None:
             run_start[0] = run_start[0] or time.monotonic_ns()
-            await target.send(request, record, history, cancel_after)
+            await target.send(*arguments)
 
     run = Run(LoadPlan(concurrency=1, rate=10, requests=20), target=Late())
     waits = [start - intended for start, intended in zip(run.starts, run.intended, strict=True)]
@@ -189,6 +202,80 @@ def test_latency_counts_from_the_intended_start_when_the_server_stalls():
 def test_a_rate_with_a_limit_never_exceeds_it(workers):
     run = Run(LoadPlan(concurrency=2, rate=1000, requests=20), workers=workers)
     assert max(run.target.in_flight) == 2 and run.numbers == list(range(20))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("rate", [None, 1000])
+def test_requests_wait_for_a_place_in_the_prefill_phase(workers, rate):
+    target = FakeTarget(lambda _: 0.5)
+    target.first_output_seconds = 0.1
+    plan = LoadPlan(concurrency=20, rate=rate, prefill_concurrency=2, requests=40)
+    run = Run(plan, target=target, workers=workers)
+    assert target.max_in_prefill == 2 and run.numbers == list(range(40))
+    assert 10 <= max(target.in_flight) <= 12  # two new ones every 0.1 s
+    assert run.seconds == pytest.approx(20 * 0.1 + 0.4, abs=0.05)
+    waits = [start - intended for start, intended in zip(run.starts, run.intended, strict=True)]
+    assert (max(waits) > 1) == (rate is not None)  # a closed loop intends to wait
+
+
+def test_a_failed_request_releases_its_place_in_the_prefill_phase():
+    target = FakeTarget(lambda _: 0.1)
+    target.first_output_seconds, target.error_kind = 100, "timeout"
+    assert len(Run(LoadPlan(concurrency=2, prefill_concurrency=1, requests=10), target=target).records) == 10
+
+
+@pytest.mark.parametrize("plan", [LoadPlan(requests=5), LoadPlan(concurrency=0, rate=10, requests=5)])
+def test_a_defect_of_an_endpoint_ends_the_load(plan):
+    class Target(FakeTarget):
+        async def send(self, *arguments) -> None:
+            raise AttributeError("defect")
+
+    with pytest.raises(AttributeError, match="defect"):
+        Run(plan, target=Target())
+
+
+def turns_of(number: int, turns: int, delay_ms: float = 0) -> list[PerfRequest]:
+    return [PerfRequest(session=f"s{number}", turn=turn, delay_ms=delay_ms) for turn in range(turns)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_users_send_evenly_and_one_turn_in_each_of_their_gaps(workers):
+    plan = LoadPlan(concurrency=0, rate=10, users=5, requests=100)
+    run = Run(plan, sessions=[turns_of(0, 4, 5000), turns_of(1, 3)], workers=workers)
+    assert run.numbers == list(range(100))
+    assert sorted(run.starts) == pytest.approx([number / 10 for number in range(100)], abs=0.01)
+    sessions: dict[str, list[RequestRecord]] = {}
+    for record in sorted(run.records, key=lambda record: record.number):
+        sessions.setdefault(record.session, []).append(record)
+    for records in sessions.values():
+        assert [record.turn for record in records] == list(range(len(records)))
+        assert all(b.start_ns - a.start_ns == pytest.approx(SECOND / 2, abs=1e7)
+                   for a, b in pairwise(records))  # fmt: skip
+    # The first sessions of the users are of all lengths, later ones are complete.
+    lengths = [len(records) for records in sessions.values()]
+    assert {1, 2, 3} <= set(lengths[:5]) and set(lengths[5:-5]) == {3, 4}
+
+
+def test_a_user_waits_for_the_last_response():
+    run = Run(LoadPlan(concurrency=0, rate=10, users=2, requests=20), sessions=[turns_of(0, 20)],
+              target=FakeTarget(lambda _: 0.5))  # fmt: skip
+    by_user = [[record for record in run.records if record.number % 2 == user] for user in (0, 1)]
+    for records in by_user:
+        assert all(b.start_ns >= a.end_ns for a, b in pairwise(records))
+        assert all(record.intended_ns == pytest.approx(record.start_ns, abs=1e6) for record in records)
+
+
+def test_turns_tell_their_session_and_its_end():
+    sent: list[tuple[str, bool]] = []
+
+    class Target(FakeTarget):
+        async def send(self, request, record, *rest) -> None:
+            sent.append((request.session, request.ends_session))
+            await super().send(request, record, *rest)
+
+    Run(LoadPlan(requests=7), sessions=[turns_of(0, 3), turns_of(1, 2)], target=Target())
+    assert sent == [("s0#0", False), ("s0#0", False), ("s0#0", True), ("s1#1", False), ("s1#1", True),
+                    ("s0#2", False), ("s0#2", True)]  # fmt: skip
 
 
 def test_the_duration_ends_the_load_and_the_grace_period_cancels():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from neso.perf.client.target import TaskTarget
+from neso.perf.client.target import OnFirstOutput, TaskTarget
 from neso.perf.endpoints.base import History, add_output
 from neso.perf.endpoints.options import EndpointOptions
 from neso.perf.errors import PerfError
@@ -45,10 +45,13 @@ class EngineTarget(TaskTarget):
         record: RequestRecord,
         history: History,
         cancel_after: float | None = None,
+        on_first_output: OnFirstOutput | None = None,
     ) -> None:
-        await self._run(self._generate(request, record), record, cancel_after)
+        await self._run(self._generate(request, record, on_first_output), record, cancel_after)
 
-    async def _generate(self, request: PerfRequest, record: RequestRecord) -> None:
+    async def _generate(
+        self, request: PerfRequest, record: RequestRecord, on_first_output: OnFirstOutput | None
+    ) -> None:
         from neso.engine.errors import EngineError
         from neso.generation.errors import InvalidParameter
 
@@ -61,6 +64,8 @@ class EngineTarget(TaskTarget):
                     if completion.token_ids:
                         add_output(record, completion.text, now)
                         record.event_tokens.append(len(completion.token_ids))
+                if on_first_output is not None and record.arrivals_ns:
+                    on_first_output()
                 record.input_tokens = output.usage.prompt_tokens
                 record.output_tokens = output.usage.completion_tokens
                 record.cached_tokens = output.usage.cached_tokens

@@ -342,12 +342,19 @@ class _Phase:
 
 
 def load_name(plan: LoadPlan) -> dict[str, Any]:
-    """Return the fields that name a load: its concurrency, its rate, or `fixed_schedule`."""
-    if plan.rate is not None:
-        return {"request_rate": plan.rate} | ({"concurrency": plan.concurrency} if plan.concurrency else {})
-    if plan.schedule:
-        return {"fixed_schedule": True}
-    return {"concurrency": plan.concurrency}
+    """Return the fields that name a load: its concurrency, its rate, or `fixed_schedule`, and further limits."""
+    found: dict[str, Any] = {}
+    if plan.users:
+        found = {"user_centric_rate": plan.rate, "num_users": plan.users}
+    elif plan.rate is not None:
+        found = {"request_rate": plan.rate}
+    elif plan.schedule:
+        found = {"fixed_schedule": True}
+    if plan.concurrency:
+        found["concurrency"] = plan.concurrency
+    if plan.prefill_concurrency:
+        found["prefill_concurrency"] = plan.prefill_concurrency
+    return found
 
 
 def _is_counted(plan: LoadPlan) -> bool:

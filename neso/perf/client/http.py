@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 import orjson
 
+from neso.perf.client.target import OnFirstOutput
 from neso.perf.endpoints.base import History, HttpEndpoint, ResponseError, error_text
 from neso.perf.endpoints.options import EndpointOptions
 from neso.perf.endpoints.sse import ServerSentEvents
@@ -52,6 +53,7 @@ class HttpTarget:
         record: RequestRecord,
         history: History,
         cancel_after: float | None = None,
+        on_first_output: OnFirstOutput | None = None,
     ) -> None:
         number = next(self._turns)
         try:
@@ -80,7 +82,7 @@ class HttpTarget:
             if cancel_after is not None and cancel_after < timeout:
                 timeout = cancel_after
             self._active.add(connection)
-            await connection.exchange(data, record, timeout, cancel_after is not None)
+            await connection.exchange(data, record, timeout, cancel_after is not None, on_first_output)
             self._active.discard(connection)
             if reused and record.error_kind == "disconnect" and not record.first_byte_ns:
                 # The server closed an idle connection while the request was on its way: send it again.
@@ -213,6 +215,7 @@ class _Connection(asyncio.Protocol):
         self._endpoint = endpoint
         self._transport: asyncio.Transport
         self._record: RequestRecord | None = None
+        self._on_first_output: OnFirstOutput | None = None
         self._done: asyncio.Future[None]
         self._now = 0
         self._status = 0
@@ -226,10 +229,16 @@ class _Connection(asyncio.Protocol):
         self._parser: Any = httptools.HttpResponseParser(self)
 
     async def exchange(
-        self, data: bytes, record: RequestRecord, timeout: float, is_cancellation: bool
+        self,
+        data: bytes,
+        record: RequestRecord,
+        timeout: float,
+        is_cancellation: bool,
+        on_first_output: OnFirstOutput | None = None,
     ) -> None:
         """Send a request and wait for the end of its response. After `timeout` it fails, or is cancelled."""
         self._record = record
+        self._on_first_output = on_first_output
         self._is_stream = self._has_length = self._is_complete = False
         self._done = self._loop.create_future()
         record.start_ns = time.monotonic_ns()
@@ -278,6 +287,9 @@ class _Connection(asyncio.Protocol):
                 data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
                 self._parts.clear()
                 self._events.read(data, record, now)
+                if self._on_first_output is not None and record.arrivals_ns:
+                    self._on_first_output()
+                    self._on_first_output = None
             if self._is_complete:
                 self._finish(record)
         except (ResponseError, *_UNEXPECTED) as error:

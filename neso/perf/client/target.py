@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from neso.perf.endpoints.base import History
 from neso.perf.records import RequestRecord
 from neso.perf.requests import PerfRequest
+
+OnFirstOutput = Callable[[], None]
+"""Called when the first output of a response has arrived."""
 
 
 class Target(Protocol):
@@ -21,10 +24,12 @@ class Target(Protocol):
         record: RequestRecord,
         history: History,
         cancel_after: float | None = None,
+        on_first_output: OnFirstOutput | None = None,
     ) -> None:
         """Send a request to `record.model` and return when its response is complete, failed or cancelled.
 
         Failures are noted in the record, not raised. `cancel_after`: cancel it so many seconds after it was sent.
+        `on_first_output` may be left out for a response that is not streamed or failed.
         """
 
     def message(self, request: PerfRequest) -> dict[str, Any]:

@@ -7,9 +7,11 @@ share it.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +22,7 @@ from neso.perf.endpoints.base import History, HttpEndpoint, add_output, raise_er
 from neso.perf.endpoints.options import EndpointOptions
 from neso.perf.errors import PerfError
 from neso.perf.records import RequestRecord
-from neso.perf.requests import PerfRequest
+from neso.perf.requests import PerfRequest, SharedTensor
 
 Spec = tuple[str, str, tuple[int, ...]]
 """Name, datatype and shape of a tensor, as in the metadata of its model."""
@@ -31,6 +33,7 @@ _DATATYPES = {
     "bfloat16": "BF16", "object": "BYTES",
 }  # fmt: skip
 _METADATA_SECONDS = 30.0
+_REGIONS = "/v2/systemsharedmemory/region"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,14 @@ class ModelMetadata:
     """Inputs and outputs of a model.
 
     `max_batch_size` above 0: the first dimension is the batch. `is_decoupled`: a request has any number of responses.
+    `is_sequence`: requests belong to sequences.
     """
 
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
     max_batch_size: int = 0
     is_decoupled: bool = False
+    is_sequence: bool = False
 
     @classmethod
     def from_json(cls, metadata: dict[str, Any], config: dict[str, Any]) -> ModelMetadata:
@@ -55,7 +60,13 @@ class ModelMetadata:
             for key in ("inputs", "outputs")
         )
         policy = config.get("model_transaction_policy") or {}
-        return cls(inputs, outputs, int(config.get("max_batch_size", 0)), bool(policy.get("decoupled")))
+        return cls(
+            inputs,
+            outputs,
+            int(config.get("max_batch_size", 0)),
+            bool(policy.get("decoupled")),
+            "sequence_batching" in config,
+        )
 
 
 class Convention:
@@ -74,7 +85,7 @@ class Convention:
             return "tensorrtllm" if "max_tokens" in self._shapes else "vllm"
         return "tensor"
 
-    def tensors(self, request: PerfRequest, *, streaming: bool) -> dict[str, np.ndarray]:
+    def tensors(self, request: PerfRequest, *, streaming: bool) -> dict[str, np.ndarray | SharedTensor]:
         """Return the inputs of a request. Raises `PerfError` if the request lacks what the model needs."""
         if request.tensors is not None:
             return request.tensors
@@ -111,7 +122,19 @@ class Convention:
             values |= request.extra
         return {name: self._scalar(name, value) for name, value in values.items() if name in self._shapes}
 
-    def _engine(self, request: PerfRequest, streaming: bool) -> dict[str, np.ndarray]:
+    def parameters(self, request: PerfRequest) -> dict[str, Any]:
+        """Return the parameters of a request: extra fields for a tensor model, and its place in a sequence."""
+        found = dict(request.extra) if self.kind == "tensor" else {}
+        if self.metadata.is_sequence and request.session:
+            number = int(request.session.rpartition("#")[2])
+            found |= {
+                "sequence_id": number + 1,
+                "sequence_start": request.turn == 0,
+                "sequence_end": request.ends_session,
+            }
+        return found
+
+    def _engine(self, request: PerfRequest, streaming: bool) -> dict[str, np.ndarray | SharedTensor]:
         """The token-level model of TensorRT-LLM, named tensorrt_llm."""
         if request.token_ids is None:
             raise PerfError("the model takes token ids; the input source has only texts")
@@ -155,6 +178,24 @@ class Convention:
         text = b"".join(output.ravel().tolist()).decode("utf-8", "replace")
         if text:
             add_output(record, text, now)
+
+
+def shared_memory_parameters(tensor: SharedTensor) -> dict[str, str | int]:
+    """Return the parameters of an input or output in shared memory."""
+    return {
+        "shared_memory_region": tensor.region,
+        "shared_memory_offset": tensor.offset,
+        "shared_memory_byte_size": tensor.byte_size,
+    }
+
+
+def byte_size(spec: Spec, batch: int) -> int:
+    """Return the size of a tensor in bytes, 0 if it is variable. `batch` above 0 is the first dimension."""
+    _, datatype, shape = spec
+    shape = (batch, *shape[1:]) if batch else shape
+    if datatype == "BYTES" or -1 in shape:
+        return 0
+    return math.prod(shape) * int(np.dtype(_numpy_type(datatype)).itemsize)
 
 
 def encode_tensor(array: np.ndarray) -> tuple[str, bytes]:
@@ -219,14 +260,24 @@ class KServeHttpEndpoint(HttpEndpoint):
 
     def wire(self, request: PerfRequest, model: str, history: History) -> tuple[bytes, bytes]:
         inputs, contents = [], []
-        for name, array in self._convention.tensors(request, streaming=False).items():
-            datatype, data = encode_tensor(array)
-            size = {"binary_data_size": len(data)}
-            inputs.append({"name": name, "datatype": datatype, "shape": array.shape, "parameters": size})
-            contents.append(data)
-        fields: dict[str, Any] = {"inputs": inputs}
-        if self._convention.kind == "tensor":
-            fields["parameters"] = {**request.extra, "binary_data_output": True}
+        for name, tensor in self._convention.tensors(request, streaming=False).items():
+            place: dict[str, str | int]
+            if isinstance(tensor, SharedTensor):
+                datatype, place = tensor.datatype, shared_memory_parameters(tensor)
+            else:
+                datatype, data = encode_tensor(tensor)
+                place = {"binary_data_size": len(data)}
+                contents.append(data)
+            inputs.append({"name": name, "datatype": datatype, "shape": tensor.shape, "parameters": place})
+        parameters = self._convention.parameters(request)
+        fields: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
+        if request.shared_outputs:
+            fields["outputs"] = [
+                {"name": name, "parameters": shared_memory_parameters(tensor)}
+                for name, tensor in request.shared_outputs.items()
+            ]
+        elif self._convention.kind == "tensor":
+            parameters["binary_data_output"] = True
         else:
             fields["outputs"] = [{"name": self._convention.output}]
         head = orjson.dumps(fields)
@@ -247,18 +298,37 @@ class KServeHttpEndpoint(HttpEndpoint):
 
 def http_metadata(options: EndpointOptions) -> ModelMetadata:
     """Ask the server for the metadata of the first model. Raises `PerfError`."""
+    path = f"/v2/models/{options.models[0]}"
     url = options.server_urls[0]
-    base = (url if "://" in url else f"http://{url}").rstrip("/")
-    path = f"{base}/v2/models/{options.models[0]}"
-    return ModelMetadata.from_json(_get(path, options), _get(f"{path}/config", options))
+    return ModelMetadata.from_json(_call(url, path, options), _call(url, f"{path}/config", options))
 
 
-def _get(url: str, options: EndpointOptions) -> dict[str, Any]:
+def http_register(options: EndpointOptions, name: str, size: int) -> None:
+    """Register shared memory, whose key is its name, with all servers. Raises `PerfError`."""
+    for url in options.server_urls:
+        _call(
+            url, f"{_REGIONS}/{name}/register", options, {"key": f"/{name}", "offset": 0, "byte_size": size}
+        )
+
+
+def http_unregister(options: EndpointOptions, name: str) -> None:
+    """Unregister shared memory. A server that is gone is no error."""
+    for url in options.server_urls:
+        with suppress(PerfError):
+            _call(url, f"{_REGIONS}/{name}/unregister", options, {})
+
+
+def _call(
+    url: str, path: str, options: EndpointOptions, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """GET a path, or POST `body` to it, and return the JSON of the response. Raises `PerfError`."""
+    url = (url if "://" in url else f"http://{url}").rstrip("/") + path
     try:
-        request = urllib.request.Request(url, headers=dict(options.header_list))
+        data = None if body is None else orjson.dumps(body)
+        request = urllib.request.Request(url, data, headers=dict(options.header_list))
         context = options.ssl_context() if url.startswith("https") else None
         with urllib.request.urlopen(request, timeout=_METADATA_SECONDS, context=context) as response:
-            content: dict[str, Any] = orjson.loads(response.read())
+            content: dict[str, Any] = orjson.loads(response.read() or b"{}")
             return content
     except urllib.error.HTTPError as error:
         raise PerfError(f"{url}: HTTP {error.code}: {error.read(500).decode('utf-8', 'replace')}") from None

@@ -24,7 +24,6 @@ def open_source(options: InputOptions, endpoint_type: str, models: tuple[str, ..
     if options.input_file is not None and options.input_dataset is not None:
         raise PerfError("--input-file and --input-dataset cannot be combined")
     kind = endpoint_kind(endpoint_type)
-    extra = parse_extra_inputs(options.extra_inputs)
     source: InputSource
     if options.input_file is not None:
         from neso.perf.inputs.files import FileSource
@@ -36,6 +35,12 @@ def open_source(options: InputOptions, endpoint_type: str, models: tuple[str, ..
         source = DatasetSource(options, kind, models)
     else:
         source = SyntheticSource(options, kind, models)
+    return with_extra_inputs(source, options)
+
+
+def with_extra_inputs(source: InputSource, options: InputOptions) -> InputSource:
+    """Return the source with the fields of `--extra-inputs` in each request. Raises `PerfError`."""
+    extra = parse_extra_inputs(options.extra_inputs)
     return _WithExtra(source, extra) if extra else source
 
 

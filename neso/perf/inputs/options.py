@@ -408,6 +408,34 @@ class InputOptions:
             topic="Tensors",
         ),
     ] = "random"
+    shared_memory: Annotated[
+        str,
+        Flag(
+            "shared-memory",
+            "Where the tensors of requests and responses are: none (in the messages) or system (shared memory; for "
+            "tensor models of a server on the same machine). Responses are written to one place and not read.",
+            choice("none", "system"),
+            topic="Tensors",
+        ),
+    ] = "none"
+    output_shared_memory_size: Annotated[
+        int,
+        Flag(
+            "output-shared-memory-size",
+            "Bytes of shared memory for each output of variable size.",
+            _COUNT,
+            topic="Tensors",
+        ),
+    ] = 102_400
+    sequence_length: Annotated[
+        int,
+        Flag(
+            "sequence-length",
+            "Requests of each sequence, for tensor models with sequence batching.",
+            _COUNT,
+            topic="Tensors",
+        ),
+    ] = 20
     string_length: Annotated[
         int, Flag("string-length", "Length of random strings of input tensors.", _COUNT, topic="Tensors")
     ] = 128

@@ -14,7 +14,7 @@ import orjson
 
 from neso.perf.errors import PerfError
 from neso.perf.inputs.options import InputOptions
-from neso.perf.requests import PerfRequest
+from neso.perf.requests import PerfRequest, SharedTensor
 
 _KINDS: dict[str, Any] = {
     "BOOL": np.bool_, "UINT8": np.uint8, "UINT16": np.uint16, "UINT32": np.uint32, "UINT64": np.uint64,
@@ -37,21 +37,27 @@ class TensorSpec:
 class TensorSource:
     """Requests with one array for each input.
 
-    With `max_batch_size` above 0, the first dimension of each input is the batch, as in Triton's metadata.
+    With `max_batch_size` above 0, the first dimension of each input is the batch, as in Triton's metadata. Requests
+    to a model with sequences (`is_sequence`) belong to sessions of `--sequence-length` turns.
     """
 
     specs: tuple[TensorSpec, ...]
     options: InputOptions
     max_batch_size: int = 0
+    is_sequence: bool = False
 
     def requests(self) -> Iterator[PerfRequest]:
         """Yield the requests. Raises `PerfError` for unknown datatypes, missing shapes and invalid files."""
         shapes = self._shapes()
         if self.options.tensor_data in ("random", "zero"):
             rng = np.random.default_rng(self.options.random_seed)
-            for _ in range(1 if self.options.tensor_data == "zero" else self.options.num_entries):
+            number = 1 if self.options.tensor_data == "zero" else self.options.num_entries
+            length = self.options.sequence_length
+            for position in range(max(number, length) if self.is_sequence else number):
                 yield PerfRequest(
-                    tensors={spec.name: self._generated(spec, shapes, rng) for spec in self.specs}
+                    tensors={spec.name: self._generated(spec, shapes, rng) for spec in self.specs},
+                    session=f"sequence-{position // length}" if self.is_sequence else "",
+                    turn=position % length if self.is_sequence else 0,
                 )
         else:
             yield from self._of_file(Path(self.options.tensor_data), shapes)
@@ -124,9 +130,9 @@ class TensorSource:
             raise PerfError(f'--input-data {path}: expected JSON {{"data": [{{"INPUT": […]}}]}}') from None
         for number, stream in enumerate(streams):
             steps = stream if isinstance(stream, list) else [stream]
-            session = f"session-{number}" if isinstance(stream, list) else ""
+            session = f"session-{number}" if isinstance(stream, list) or self.is_sequence else ""
             for turn, step in enumerate(steps):
-                tensors = {}
+                tensors: dict[str, np.ndarray | SharedTensor] = {}
                 for spec in self.specs:
                     if not isinstance(step, dict) or spec.name not in step:
                         raise PerfError(f"--input-data {path}, entry {number}: input {spec.name} is missing")

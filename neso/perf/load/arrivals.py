@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,6 +13,42 @@ from neso.perf.load.plan import Arrival, LoadPlan
 from neso.perf.requests import PerfRequest
 
 _CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStart:
+    """Start of a session of users.
+
+    - number: of the session
+    - offset_ns: since the start of the load
+    - turns: number of its turns to send
+    - first_request: number of its first request; each further turn adds the number of users
+    """
+
+    number: int
+    offset_ns: int
+    turns: int
+    first_request: int
+
+
+def user_arrivals(plan: LoadPlan, num_turns: Callable[[int], int]) -> Iterator[SessionStart]:
+    """Yield the starts of the sessions of `plan.users` users, in the order of time, without end.
+
+    Each user has a request every `plan.turn_gap_ns`, and users are spread evenly over this time. Their first sessions
+    have fewer turns, from one to all, as if the load had begun earlier. `num_turns` returns the turns of a session.
+    """
+    done = np.random.default_rng(plan.seed).permutation(plan.users)
+    slots = [(user, user) for user in range(plan.users)]  # (number of the next request, user); already a heap
+    number = 0
+    while True:
+        request, user = heapq.heappop(slots)
+        turns = num_turns(number)
+        if request < plan.users:
+            turns -= turns * int(done[user]) // plan.users
+        assert plan.rate is not None
+        yield SessionStart(number, int(request / plan.rate * 1e9), turns, request)
+        heapq.heappush(slots, (request + turns * plan.users, user))
+        number += 1
 
 
 def rate_arrivals(plan: LoadPlan) -> Iterator[tuple[int, int]]:

@@ -75,6 +75,29 @@ class LoadOptions:
             aliases=("vllm-burstiness", "burstiness"),
         ),
     ] = 1.0
+    user_centric_rate: Annotated[
+        tuple[float, ...],
+        Flag(
+            "user-centric-rate",
+            "Requests per second of --num-users together. Each user sends turn after turn and session after session, "
+            "evenly, and never before the last response. Delays between turns are not used.",
+            _list_of(number(1e-9)),
+            convert=lambda values: values or (),
+        ),
+    ] = ()
+    num_users: Annotated[int | None, Flag("num-users", "Number of users of --user-centric-rate.", _COUNT)] = (
+        None
+    )
+    prefill_concurrency: Annotated[
+        tuple[int, ...],
+        Flag(
+            "prefill-concurrency",
+            "Maximum number of requests that wait for their first token; further requests wait. With --streaming.",
+            _list_of(_COUNT),
+            default_text="no limit",
+            convert=lambda values: values or (),
+        ),
+    ] = ()
     fixed_schedule: Annotated[
         bool, Flag("fixed-schedule", "Start requests at the timestamps of the input file.", SWITCH)
     ] = False
@@ -197,8 +220,16 @@ class LoadOptions:
     seed: Annotated[int, SameAs("random-seed")] = 0
 
     def __post_init__(self) -> None:
-        if self.fixed_schedule and (self.request_rate or self.concurrency):
-            raise PerfError("--fixed-schedule: cannot be combined with --request-rate or --concurrency")
+        if self.fixed_schedule and (self.request_rate or self.concurrency or self.user_centric_rate):
+            raise PerfError(
+                "--fixed-schedule: cannot be combined with --request-rate, --user-centric-rate or --concurrency"
+            )
+        if self.request_rate and self.user_centric_rate:
+            raise PerfError("--user-centric-rate: cannot be combined with --request-rate")
+        if bool(self.user_centric_rate) != bool(self.num_users):
+            raise PerfError("--user-centric-rate and --num-users must be given together")
+        if self.user_centric_rate and self.rate_ramp:
+            raise PerfError("--request-rate-ramp-duration: cannot be combined with --user-centric-rate")
         if self.cancel_percent > 100:
             raise PerfError(f"--request-cancellation-rate: expected at most 100, got {self.cancel_percent:g}")
         if self.smoothness != 1.0 and self.arrival is not Arrival.GAMMA:
@@ -208,12 +239,13 @@ class LoadOptions:
 
     def loads(self) -> Iterator[tuple[LoadPlan, LoadPlan | None]]:
         """Yield the plan of each run of the sweep, without repetitions, with that of its warm-up."""
-        for rate in self.request_rate or (None,):
+        for rate in self.request_rate or self.user_centric_rate or (None,):
             for concurrency in self.concurrency or (1 if rate is None and not self.fixed_schedule else 0,):
-                plan = self._plan(concurrency, rate)
-                yield plan, self._warm_up(plan)
+                for prefill_concurrency in self.prefill_concurrency or (0,):
+                    plan = self._plan(concurrency, rate, prefill_concurrency)
+                    yield plan, self._warm_up(plan)
 
-    def _plan(self, concurrency: int, rate: float | None) -> LoadPlan:
+    def _plan(self, concurrency: int, rate: float | None, prefill_concurrency: int) -> LoadPlan:
         is_limited = self.request_count is not None or self.duration is not None or self.fixed_schedule
         wants_stability = self.stability_percentage is not None or self.measurement_interval is not None
         stable = 0.0
@@ -222,6 +254,8 @@ class LoadOptions:
         return LoadPlan(
             concurrency=concurrency,
             rate=rate,
+            users=self.num_users or 0,
+            prefill_concurrency=prefill_concurrency,
             arrival=self.arrival,
             smoothness=self.smoothness,
             schedule=self.fixed_schedule,
@@ -244,6 +278,7 @@ class LoadOptions:
         return LoadPlan(
             concurrency=self.warm_up_concurrency or plan.concurrency or 1,
             rate=self.warm_up_rate or (None if self.warm_up_concurrency else plan.rate),
+            prefill_concurrency=plan.prefill_concurrency,
             arrival=self.arrival,
             smoothness=self.smoothness,
             requests=self.warm_up_requests,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from neso.perf.client.target import Target
 from neso.perf.endpoints.base import History
-from neso.perf.load.arrivals import rate_arrivals, scheduled_arrivals
+from neso.perf.load.arrivals import SessionStart, rate_arrivals, scheduled_arrivals, user_arrivals
 from neso.perf.load.plan import LoadPlan
 from neso.perf.records import RequestRecord
 from neso.perf.requests import PerfRequest
@@ -92,7 +92,7 @@ class LoadRunner:
         self._target = target
         self._on_record = on_record
         self._counter = counter
-        self._share = share
+        self._share = _active_share(share, plan)
         self._models = models
         self._adapters = adapters
         self._random_models = random_models
@@ -100,13 +100,17 @@ class LoadRunner:
         self._sleep_until = sleep_until or _sleep_until
         self._cancel_below = int(plan.cancel_percent / 100 * 2**32)
         self._num_sessions = self._session_limit()
+        self._prefill_slots = (
+            asyncio.Semaphore(self._share.of(plan.prefill_concurrency)) if plan.prefill_concurrency else None
+        )
         self._stopping = False
+        self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._pauses: set[asyncio.Future[Any]] = set()
 
     def _session_limit(self) -> int | None:
         plan, limits = self._plan, []
-        if plan.requests is not None:
+        if plan.requests is not None and not plan.users:
             limits.append(self._conversations.num_sessions(plan.requests))
         if plan.sessions is not None:
             limits.append(plan.sessions)
@@ -116,6 +120,8 @@ class LoadRunner:
 
     async def run(self, start_ns: int) -> None:
         """Run from `start_ns` until the plan's end; requests in flight are complete or cancelled when it returns."""
+        if self._share.worker >= self._share.workers:
+            return
         if self._plan.is_open_loop:
             work = self._open_loop(start_ns)
         else:
@@ -158,41 +164,56 @@ class LoadRunner:
             number = self._counter.take()
             if self._num_sessions is not None and number >= self._num_sessions:
                 return
-            await self._run_session(number, time.monotonic_ns())
+            await self._run_session(self._start_of(number), time.monotonic_ns())
 
     async def _open_loop(self, start_ns: int) -> None:
         """Start sessions at their times; beyond `concurrency` they wait for one to end."""
-        share, limit = self._share, self._plan.concurrency
-        if limit and limit < share.workers:  # as many workers as slots
-            if share.worker >= limit:
-                return
-            share = Share(share.worker, limit)
-        slots = asyncio.Semaphore(share.of(limit)) if limit else None
-        for position, (number, offset) in enumerate(self._arrivals()):
-            if self._num_sessions is not None and number >= self._num_sessions:
-                if self._plan.schedule:
+        share, plan = self._share, self._plan
+        slots = asyncio.Semaphore(share.of(plan.concurrency)) if plan.concurrency else None
+        for position, start in enumerate(self._arrivals()):
+            if self._num_sessions is not None and start.number >= self._num_sessions:
+                if plan.schedule:
                     continue  # its order is that of time, not of numbers
+                break
+            if plan.users and self._is_beyond(start.first_request):
                 break
             if position % share.workers != share.worker:
                 continue
-            intended_ns = start_ns + offset
+            intended_ns = start_ns + start.offset_ns
             await self._pause_until(intended_ns)
             if slots is not None and not self._stopping:
                 await self._acquire(slots)
             if self._stopping:
                 break
-            task = asyncio.ensure_future(self._run_session(number, intended_ns))
+            task = asyncio.ensure_future(self._run_session(start, intended_ns))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._session_ended)
             if slots is not None:
                 task.add_done_callback(lambda _: slots.release())
         if self._tasks:
-            await asyncio.gather(*self._tasks)
+            await asyncio.wait(self._tasks)
+        if self._failure is not None:
+            raise self._failure
 
-    def _arrivals(self) -> Iterator[tuple[int, int]]:
+    def _session_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._failure = failure
+            self.stop()
+
+    def _arrivals(self) -> Iterator[SessionStart]:
+        if self._plan.users:
+            return user_arrivals(self._plan, lambda number: len(self._conversations[number]))
         if self._plan.schedule:
-            return scheduled_arrivals(self._conversations.sessions)
-        return rate_arrivals(self._plan)
+            pairs = scheduled_arrivals(self._conversations.sessions)
+        else:
+            pairs = rate_arrivals(self._plan)
+        return (self._start_of(number, offset) for number, offset in pairs)
+
+    def _start_of(self, number: int, offset_ns: int = 0) -> SessionStart:
+        """Return the start of a complete session."""
+        turns = len(self._conversations[number])
+        return SessionStart(number, offset_ns, turns, self._conversations.first_number(number))
 
     async def _acquire(self, slots: asyncio.Semaphore) -> None:
         """Wait for a slot or the end of the load."""
@@ -218,28 +239,40 @@ class LoadRunner:
         finally:
             self._pauses.discard(future)
 
-    async def _run_session(self, number: int, intended_ns: int) -> None:
+    async def _run_session(self, start: SessionStart, intended_ns: int) -> None:
         """Send the turns of a session one after the other. It ends with the first that fails."""
-        session, plan = self._conversations[number], self._plan
-        first, first_index = self._conversations.first_number(number), self._conversations.first_index(number)
+        session, plan, number = self._conversations[start.number], self._plan, start.number
+        first_index = self._conversations.first_index(number)
         several = len(session) > 1
         history: History = []
         name = f"{session[0].session}#{number}" if session[0].session else ""
-        for turn, request in enumerate(session):
-            if plan.requests is not None and first + turn >= plan.requests:
+        for turn, request in enumerate(session[: start.turns]):
+            request_number = start.first_request + turn * (plan.users or 1)
+            if self._is_beyond(request_number):
                 break
             if turn:
-                intended_ns = time.monotonic_ns() + int(request.delay_ms * 1e6)
+                now = time.monotonic_ns()
+                if plan.users:
+                    intended_ns = max(now, intended_ns + plan.turn_gap_ns)
+                else:
+                    intended_ns = now + int(request.delay_ms * 1e6)
                 await self._pause_until(intended_ns)
-                if self._stopping:
-                    break
+            if self._prefill_slots is not None:
+                await self._acquire(self._prefill_slots)
+                if not plan.is_open_loop:
+                    intended_ns = max(intended_ns, time.monotonic_ns())
+            if self._stopping:
+                break
             if self._adapters and not request.adapter:
                 request = replace(request, adapter=self._adapters[number % len(self._adapters)])
+            if name:
+                is_last = turn + 1 == start.turns or self._is_beyond(request_number + (plan.users or 1))
+                request = replace(request, session=name, ends_session=is_last)
             record = RequestRecord(
                 model=request.model or self._model_of(number),
                 adapter=request.adapter,
                 session=name,
-                number=first + turn,
+                number=request_number,
                 index=first_index + turn,
                 turn=turn,
                 worker=self._share.worker,
@@ -252,7 +285,10 @@ class LoadRunner:
                 record.requested_output_tokens = request.max_tokens
             if several or self._keep_text:
                 record.output_text = ""
-            await self._target.send(request, record, history, self._cancel_after(record.number))
+            release = self._prefill_release()
+            await self._target.send(request, record, history, self._cancel_after(record.number), release)
+            if release is not None:
+                release()
             if several and record.ok:
                 history.append(self._target.message(request))
                 history.append({"role": "assistant", "content": record.output_text or ""})
@@ -267,6 +303,22 @@ class LoadRunner:
                 break
         if name:
             self._target.end_session(name)
+
+    def _is_beyond(self, request_number: int) -> bool:
+        """Whether a request is not one of those that the plan counts."""
+        return self._plan.requests is not None and request_number >= self._plan.requests
+
+    def _prefill_release(self) -> Callable[[], None] | None:
+        """Return a function that releases a slot of the prefill phase at its first call; None without a limit."""
+        if self._prefill_slots is None:
+            return None
+        held = [self._prefill_slots]
+
+        def release() -> None:
+            if held:
+                held.pop().release()
+
+        return release
 
     def _model_of(self, number: int) -> str:
         if self._random_models:
@@ -284,6 +336,12 @@ class LoadRunner:
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         return (z ^ (z >> 31)) >> 32
+
+
+def _active_share(share: Share, plan: LoadPlan) -> Share:
+    """Return the share of a worker if only as many workers take part as the plan has slots."""
+    slots = [slots for slots in (plan.concurrency, plan.prefill_concurrency) if slots]
+    return Share(share.worker, min([share.workers, *slots]))
 
 
 async def _sleep_until(ns: int) -> None:
