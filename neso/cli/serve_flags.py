@@ -11,7 +11,6 @@ from neso.flags import (
     BOOLEAN,
     JSON_OBJECT,
     PATH,
-    PORT,
     SWITCH,
     TEXT,
     Flag,
@@ -22,6 +21,7 @@ from neso.flags import (
     integer,
     number,
 )
+from neso.frontends.cloud_options import SageMakerOptions, VertexAiOptions
 from neso.frontends.frontend_options import ConnectionOptions, GrpcOptions, HttpOptions, MetricsOptions
 from neso.frontends.openai_options import OpenAIOptions
 from neso.server.cache_options import CacheConfig
@@ -77,10 +77,9 @@ ENGINE_CONFIG = Flag(
     "engine-config", "Any engine option, by its name in model.json.", repeated=True, metavar="KEY=VALUE"
 )
 
+_ONE_LOOP = "one event loop handles all connections"
 _NO_REQUEST_POOLS = "requests and responses are not pooled"
 _NO_MEMORY_POOLS = "the server has no memory pools, engines manage their own"
-_SAGEMAKER = "SageMaker endpoints are not served"
-_VERTEX = "Vertex AI endpoints are not served"
 
 COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
     "Models": (
@@ -118,7 +117,7 @@ COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
             "http-thread-count",
             "Number of tritonserver's HTTP threads.",
             integer(1),
-            ignored="one event loop handles all connections",
+            ignored=_ONE_LOOP,
         ),
     ),
     "gRPC": (
@@ -242,29 +241,25 @@ COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "Limits": (),
     "Cloud endpoints": (
-        Flag("allow-sagemaker", "Enable SageMaker endpoints.", BOOLEAN, False, ignored=_SAGEMAKER),
-        Flag("sagemaker-port", "Port of the SageMaker endpoints.", PORT, ignored=_SAGEMAKER),
+        Flag("allow-sagemaker", "Serve the endpoints of a SageMaker container.", BOOLEAN, False),
         Flag(
-            "sagemaker-safe-port-range",
-            "Ports allowed for other endpoints.",
-            metavar="FROM-TO",
-            ignored=_SAGEMAKER,
+            "allow-vertex-ai",
+            "Serve the endpoints of a Vertex AI container.",
+            BOOLEAN,
+            default_text="true if AIP_MODE is PREDICTION, else false",
         ),
         Flag(
             "sagemaker-thread-count",
             "Number of threads of the SageMaker endpoints.",
             integer(1),
-            ignored=_SAGEMAKER,
+            ignored=_ONE_LOOP,
         ),
-        Flag("allow-vertex-ai", "Enable Vertex AI endpoints.", BOOLEAN, False, ignored=_VERTEX),
-        Flag("vertex-ai-port", "Port of the Vertex AI endpoints.", PORT, ignored=_VERTEX),
         Flag(
             "vertex-ai-thread-count",
             "Number of threads of the Vertex AI endpoints.",
             integer(1),
-            ignored=_VERTEX,
+            ignored=_ONE_LOOP,
         ),
-        Flag("vertex-ai-default-model", "Default model of the Vertex AI endpoints.", ignored=_VERTEX),
     ),
 }
 """Flags that no options class declares, by topic, in the order of the help."""
@@ -280,6 +275,8 @@ def _topics() -> dict[str, tuple[Flag, ...]]:
         *flags_of(GrpcOptions, "gRPC"),
         *flags_of(OpenAIOptions, "OpenAI"),
         *flags_of(MetricsOptions, "Metrics"),
+        *flags_of(SageMakerOptions, "Cloud endpoints"),
+        *flags_of(VertexAiOptions, "Cloud endpoints"),
         *flags_of(LogOptions, "Logging"),
     ]
     topics = {}

@@ -13,6 +13,7 @@ from typing import Any
 from neso.cli.flag_values import FlagValues, OptionError
 from neso.cli.serve_flags import ENGINE_CONFIG, ENGINE_FLAGS, FLAGS, LORA_MODULES, SPECULATIVE_CONFIG
 from neso.flags import Flag
+from neso.frontends.cloud_options import SageMakerOptions, VertexAiOptions, in_vertex_ai
 from neso.frontends.frontend_options import (
     ConnectionOptions,
     GrpcOptions,
@@ -70,6 +71,8 @@ class ServeOptions:
     metrics: MetricsOptions | None
     openai: OpenAIOptions | None
     log: LogOptions
+    sagemaker: SageMakerOptions | None = None
+    vertex_ai: VertexAiOptions | None = None
     warnings: tuple[str, ...] = ()
     rank_model: str | None = None
     rank_address: str | None = None
@@ -81,9 +84,9 @@ class ServeOptions:
         values = FlagValues.read(FLAGS, command_line)
         try:
             options = cls._from_values(values)
+            options._check_ports()
         except ServerError as error:
             raise OptionError(error.message) from None
-        options._check_ports()
         options._check_processes()
         return options
 
@@ -101,8 +104,15 @@ class ServeOptions:
             redis_cache=cache.redis,
             config_checks=() if openai is None else (check_model_config,),
         )
+        # As in Triton: in a container of Vertex AI, other protocols are served on request only.
+        in_vertex = in_vertex_ai()
+        allowed = {
+            name: values[f"allow-{name}"] and (values.given(f"allow-{name}") or not in_vertex)
+            for name in ("http", "grpc")
+        }
+        http = values.build(HttpOptions)
         names = values["models"] or ([] if values["model-repository"] else [SHIPPED_MODEL])
-        grpc = values.build(GrpcOptions) if values["allow-grpc"] else None
+        grpc = values.build(GrpcOptions) if allowed["grpc"] else None
         _warn_unencrypted_grpc(values, grpc)
         if openai is not None and openai.access.keys is not None:
             _warn_unrestricted_kserve(values)
@@ -111,11 +121,13 @@ class ServeOptions:
             models=_models(names, values["served-model-name"]),
             engine=engine_options(values),
             connections=values.build(ConnectionOptions),
-            http=values.build(HttpOptions) if values["allow-http"] else None,
+            http=http if allowed["http"] else None,
             grpc=grpc,
             metrics=values.build(MetricsOptions) if values["allow-metrics"] else None,
             openai=openai,
             log=values.build(LogOptions),
+            sagemaker=_sagemaker(values, http),
+            vertex_ai=_vertex_ai(values, http, default=in_vertex),
             warnings=tuple(values.warnings),
             rank_model=values["rank-model"],
             rank_address=values["rank-address"],
@@ -157,6 +169,8 @@ class ServeOptions:
             grpc=None if self.grpc is None else replace(self.grpc, port=ports["grpc"]),
             openai=None if self.openai is None else replace(self.openai, port=ports["openai"]),
             metrics=None,
+            sagemaker=None,
+            vertex_ai=None,
         )
 
     def check_ports_free(self) -> None:
@@ -167,22 +181,30 @@ class ServeOptions:
 
     def _check_ports(self) -> None:
         """Raise `OptionError` if two frontends have the same address and port."""
+        addresses = [
+            (name, options.host, options.port)
+            for name, options in (
+                ("HTTP", self.http),
+                ("gRPC", self.grpc),
+                ("metrics", self.metrics),
+                ("OpenAI", self.openai),
+            )
+            if options is not None
+        ]
+        if self.sagemaker is not None:
+            for name, _, port in addresses:
+                self.sagemaker.check_port(name, port)
+            addresses.append(("SageMaker", self.sagemaker.http.host, self.sagemaker.port))
+        if self.vertex_ai is not None and self.vertex_ai.port is not None:
+            addresses.append(("Vertex AI", self.vertex_ai.http.host, self.vertex_ai.port))
         used: dict[tuple[str, int], str] = {}
-        for name, options in (
-            ("HTTP", self.http),
-            ("gRPC", self.grpc),
-            ("metrics", self.metrics),
-            ("OpenAI", self.openai),
-        ):
-            if options is None or options.port == 0:
-                continue
-            address = (options.host, options.port)
-            if address in used:
+        for name, host, port in addresses:
+            if port and (host, port) in used:
                 raise OptionError(
-                    f"the server cannot listen to {used[address]} requests and {name} requests at the same "
-                    f"address and port {options.host}:{options.port}"
+                    f"the server cannot listen to {used[host, port]} requests and {name} requests at the same "
+                    f"address and port {host}:{port}"
                 )
-            used[address] = name
+            used[host, port] = name
 
 
 def check_port_free(host: str, port: int) -> None:
@@ -209,6 +231,17 @@ def _models(texts: list[str], served_name: str | None) -> tuple[ModelArgument, .
     if len(models) != 1:
         raise OptionError("--served-model-name names a single MODEL; name several as NAME=MODEL")
     return (ModelArgument.parse(f"{served_name}={models[0].checkpoint}"),)
+
+
+def _sagemaker(values: FlagValues, http: HttpOptions) -> SageMakerOptions | None:
+    if not values["allow-sagemaker"]:
+        return None
+    return values.build(SageMakerOptions, http=http).with_environment()
+
+
+def _vertex_ai(values: FlagValues, http: HttpOptions, *, default: bool) -> VertexAiOptions | None:
+    allowed = values["allow-vertex-ai"] if values.given("allow-vertex-ai") else default
+    return values.build(VertexAiOptions, http=http).with_environment() if allowed else None
 
 
 def _warn_unencrypted_grpc(values: FlagValues, grpc: GrpcOptions | None) -> None:

@@ -45,6 +45,8 @@ PROTOCOLS = {
     "grpc": "KServe v2 gRPC",
     "metrics": "Prometheus /metrics",
     "openai": "OpenAI API /v1, docs at /docs",
+    "sagemaker": "SageMaker /ping, /invocations, /models",
+    "vertex-ai": "Vertex AI predictions and health",
 }
 
 
@@ -244,6 +246,14 @@ async def start_frontends(
         await start("metrics", MetricsHttp(core, options.metrics, limits))
     if app is not None and options.openai is not None:
         await start("openai", AsgiServer(app, options.openai.server(), limits))
+    if options.sagemaker is not None:
+        from neso.frontends.kserve.cloud_endpoints import SageMakerHttp
+
+        await start("sagemaker", SageMakerHttp(core, options.sagemaker, app, limits))
+    if options.vertex_ai is not None:
+        from neso.frontends.kserve.cloud_endpoints import VertexAiHttp
+
+        await start("vertex-ai", VertexAiHttp(core, options.vertex_ai, app, limits))
 
 
 def _openai_app(core: Core, options: ServeOptions) -> AsgiApp:

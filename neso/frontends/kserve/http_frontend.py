@@ -92,21 +92,16 @@ def routes(service: KServeService, max_input_size: int, max_values: int) -> Iter
     yield Route("POST", "/v2/logging", "logging", handlers.update_log_settings)
 
 
-class KServeHttp:
-    """Serves a core over HTTP, on the core's event loop. Mount further applications before `start`."""
+class HttpFrontend:
+    """Serves the routes of a router over HTTP, on the core's event loop. Errors of the server become responses.
 
-    def __init__(
-        self, core: Core, options: HttpOptions | None = None, limits: ConnectionLimits | None = None
-    ) -> None:
-        self.options = options = options or HttpOptions()
+    Mount or share applications before `start`.
+    """
+
+    def __init__(self, options: HttpOptions, limits: ConnectionLimits | None) -> None:
         self._apps: list[AsgiApp] = []
         self._server = HttpServer(self._handle, options.server(), limits)
         self._router = Router()
-        service = KServeService(core, options.header_forwarding)
-        for route in routes(service, options.max_input_size, options.max_json_values):
-            required = options.restrictions.get(route.group)
-            handler = route.handler if required is None else _restrict(route.handler, required)
-            self._router.add(route.method, route.pattern, handler)
 
     @property
     def port(self) -> int:
@@ -118,17 +113,12 @@ class KServeHttp:
         """`host:port`, with an IPv6 host in brackets."""
         return self._server.address
 
-    def mount(self, prefix: str, app: AsgiCallable | AsgiApp) -> None:
-        """Serve an ASGI application at and below `prefix`; paths are not rewritten.
-
-        An application that is also served elsewhere must be wrapped in one `AsgiApp`, so that it starts up once.
-        """
-        wrapped = app if isinstance(app, AsgiApp) else AsgiApp(app)
-        self._apps.append(wrapped)
-        self._router.mount(prefix, wrapped)
+    def share(self, app: AsgiApp) -> None:
+        """Start and stop an application, which may also be served elsewhere, together with this frontend."""
+        self._apps.append(app)
 
     async def start(self) -> None:
-        """Start the mounted applications and listen. Raises `BindError`."""
+        """Start the applications and listen. Raises `BindError`."""
         for app in self._apps:
             await app.startup()
         try:
@@ -154,6 +144,30 @@ class KServeHttp:
         return result if isinstance(result, _RESPONSES) else _catch_server_error(result)
 
 
+class KServeHttp(HttpFrontend):
+    """Serves a core over HTTP, and the applications mounted on its port."""
+
+    def __init__(
+        self, core: Core, options: HttpOptions | None = None, limits: ConnectionLimits | None = None
+    ) -> None:
+        self.options = options = options or HttpOptions()
+        super().__init__(options, limits)
+        service = KServeService(core, options.header_forwarding)
+        for route in routes(service, options.max_input_size, options.max_json_values):
+            required = options.restrictions.get(route.group)
+            handler = route.handler if required is None else restrict(route.handler, required)
+            self._router.add(route.method, route.pattern, handler)
+
+    def mount(self, prefix: str, app: AsgiCallable | AsgiApp) -> None:
+        """Serve an ASGI application at and below `prefix`; paths are not rewritten.
+
+        An application that is also served elsewhere must be wrapped in one `AsgiApp`, so that it starts up once.
+        """
+        wrapped = app if isinstance(app, AsgiApp) else AsgiApp(app)
+        self.share(wrapped)
+        self._router.mount(prefix, wrapped)
+
+
 async def _catch_server_error(result: Awaitable[HandlerResult]) -> HandlerResult:
     try:
         return await result
@@ -161,7 +175,7 @@ async def _catch_server_error(result: Awaitable[HandlerResult]) -> HandlerResult
         return error_to_response(error)
 
 
-def _restrict(handler: Handler, required: RequiredHeader) -> Handler:
+def restrict(handler: Handler, required: RequiredHeader) -> Handler:
     """Wrap a handler so that requests without the header get status 403."""
     name = required.name.encode()
     message = f"This API is restricted, expecting header '{required.name}'"
