@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -34,3 +34,27 @@ def with_launched_ranks(config: EngineConfig, model: str, settings: Mapping[str,
             f"pipeline_parallel_size {config.pipeline_parallel_size} need {config.num_ranks}"
         )
     return replace(config, rank_address=settings["rank-address"])
+
+
+def check_participants(participants: Sequence[int], config: EngineConfig, instances: int) -> None:
+    """Check `participant_ids`: the ranks of the model among those of the launcher. Raises `InvalidArgument`.
+
+    In leader mode all ranks run the model. A server that starts the ranks itself needs none of the launcher, so only
+    their number says something about the model.
+    """
+    given = ",".join(map(str, participants))
+    if config.rank_address is not None:
+        if sorted(participants) != list(range(config.num_ranks)):
+            raise InvalidArgument(
+                f"participant_ids {given}: in leader mode the model runs on all ranks of the job, 0 to "
+                f"{config.num_ranks - 1}; use orchestrator mode (--multi-model) for several models"
+            )
+        return
+    if len(set(participants)) != len(participants) or len(participants) not in (
+        config.num_ranks,
+        config.num_ranks * (config.data_parallel_size or instances),
+    ):
+        raise InvalidArgument(
+            f"participant_ids {given}: expected {config.num_ranks} different ranks, because tensor_parallel_size is "
+            f"{config.tensor_parallel_size} and pipeline_parallel_size {config.pipeline_parallel_size}"
+        )

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.backends.llm.engine_backend import EngineBackend, with_queue_delay
+from neso.backends.llm.launched_ranks import check_participants, with_launched_ranks
 from neso.backends.llm.tensor_request import adapter_of_task
 from neso.backends.tensorrtllm import signature
 from neso.backends.tensorrtllm.settings import Settings, read_settings
@@ -64,7 +65,10 @@ class TensorRtLlmBackend(EngineBackend):
         self.iteration_metrics = self._settings.iteration_metrics
         for warning in self._settings.warnings:
             logger.warning("model '%s': %s", context.name, warning)
-        return self._settings.engine
+        config = with_launched_ranks(self._settings.engine, context.name, context.backend_config)
+        if self._settings.participants is not None:
+            check_participants(self._settings.participants, config, self.num_instances)
+        return config
 
     async def load(self) -> None:
         await super().load()

@@ -213,6 +213,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "gpu_device_ids", device_ids, "GPUs of the model; a set for each instance: `0,1;2,3`", "device_ids"
     ),
+    _setting(
+        "participant_ids",
+        integers,
+        "ranks of the model: as many as it has, and in leader mode all ranks of the job",
+    ),
     _setting("num_nodes", integer(1), "values above 1 are rejected"),
     # Parameters without effect.
     Parameter("lora_cache_optimal_adapter_size", integer(1), "adapters are not paged"),
@@ -221,7 +226,6 @@ PARAMETERS: tuple[Parameter, ...] = (
         "guided_decoding_backend", GUIDED_DECODING_BACKENDS, "grammars are always compiled by llguidance"
     ),
     Parameter("xgrammar_tokenizer_info_path", text, "grammars use the tokenizer directly"),
-    Parameter("participant_ids", integers, "the launcher or the server assigns the ranks of a model"),
     Parameter("executor_worker_path", text, "there are no MPI workers", quiet=True),
     Parameter("cancellation_check_period_ms", integer(0), "cancellation takes effect immediately"),
     Parameter("recv_poll_period_ms", integer(0), "requests are not polled"),

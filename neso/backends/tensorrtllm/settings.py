@@ -39,6 +39,7 @@ class Settings:
     lora_prefetch_dir: Path | None = None
     iteration_metrics: bool = True
     normalize_log_probs: bool = False
+    participants: list[int] | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -87,6 +88,7 @@ class _Reader:
             lora_prefetch_dir=None if prefetch is None else self._directory("lora_prefetch_dir", prefetch),
             iteration_metrics=self._values.get("iter_stats_max_iterations") != 0,
             normalize_log_probs=self._values.get("normalize_log_probs", False),
+            participants=self._values.get("participant_ids"),
             warnings=self._warnings,
         )
 
@@ -124,7 +126,7 @@ class _Reader:
             )
         nodes = self._values.get("num_nodes", 1)
         if nodes > 1:
-            raise self._wrong("num_nodes", str(nodes), "1: one process runs a model")
+            raise self._wrong("num_nodes", str(nodes), "1: leader mode runs a model on several nodes")
 
     def _complete(self, model: Path) -> None:
         """Set derived options, and TensorRT-LLM's defaults where they differ from the engine's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,19 @@ import neso._native as _native
 from neso.engine.parallel.layout import RankLayout
 
 Float32Array = npt.NDArray[np.float32]
+
+SEGMENT_ALIGNMENT = 64
+"""Alignment in bytes of the memory of a rank for `SharedAllReduce`."""
+
+
+def aligned_segment(memory: Any, size: int) -> npt.NDArray[np.uint8]:
+    """Return aligned `size` bytes of a buffer that is larger by `SEGMENT_ALIGNMENT`.
+
+    Windows of Open MPI 4 begin at any multiple of 8 bytes. Processes that map a window at multiples of the page size
+    find the same bytes.
+    """
+    found = np.frombuffer(memory, np.uint8)
+    return found[-found.ctypes.data % SEGMENT_ALIGNMENT :][:size]
 
 
 class Communicator(Protocol):

@@ -58,12 +58,36 @@ def mpi_family() -> str:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
     )
     if result.returncode:
-        lines = result.stderr.strip().splitlines() or ["import failed"]
-        raise EngineError(
-            f"tensor_parallel_size and pipeline_parallel_size need mpi4py and an MPI library ({lines[-1]}): "
-            "`pip install neso[mpi]`"
-        )
+        raise missing_library(result.stderr.strip())
     return _family_of(result.stdout) or result.stdout.strip().splitlines()[0]
+
+
+def missing_library(error: object) -> EngineError:
+    """Return the error that mpi4py or an MPI library cannot be loaded."""
+    lines = str(error).splitlines() or ["import failed"]
+    return EngineError(
+        f"tensor_parallel_size and pipeline_parallel_size need mpi4py and an MPI library ({lines[-1]}): "
+        "`pip install neso[mpi]`"
+    )
+
+
+def check_launcher(library: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise `EngineError` if this rank was started by the launcher of an MPI library other than `library`.
+
+    Its MPI would not know the launcher, and would take itself for the only rank. Slurm's ranks are not checked, because
+    its plug-ins serve several libraries.
+    """
+    if "SLURM_STEP_ID" in environment:
+        return
+    launcher = "Open MPI" if "OMPI_COMM_WORLD_RANK" in environment else "MPICH"
+    own = _family_of(library)
+    if not own or own == launcher or not {"OMPI_COMM_WORLD_RANK", "PMI_RANK"} & environment.keys():
+        return
+    fitting = next((path for path in _candidates(own) if _family_of(_version(path)) == own), None)
+    raise EngineError(
+        f"this rank was started by mpiexec of {launcher}, but mpi4py uses {library.split(',')[0]}: start the ranks by "
+        f"{fitting or 'mpiexec of ' + own}, or install {launcher} for mpi4py"
+    )
 
 
 def launcher_sockets(config: EngineConfig) -> list[int]:

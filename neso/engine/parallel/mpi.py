@@ -19,12 +19,18 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
 import neso._native as _native  # noqa: E402
-from neso.engine.parallel.communicator import Float32Array  # noqa: E402
+from neso.engine.parallel.communicator import (  # noqa: E402
+    SEGMENT_ALIGNMENT,
+    Float32Array,
+    aligned_segment,
+)
 from neso.engine.parallel.layout import RankLayout  # noqa: E402
 
 PIECE = 1 << 18
 """Floats that ranks on one host exchange at once: two places of 1 MiB each per rank, which stay in the caches."""
 
+_removed: list[Path] = []
+"""Files in shared memory that have been removed while they are in use."""
 _YIELD_AFTER, _SLEEP_AFTER, _LONGEST_SLEEP = 50e-6, 2e-3, 1e-3
 """Seconds after which a waiting rank yields its core, after which it sleeps, and how long at most."""
 
@@ -64,6 +70,7 @@ class MpiCommunicator:
         for path in _mapped_segments() - mapped:
             # All ranks have mapped it. A killed rank would leave it behind.
             path.unlink(missing_ok=True)
+            _removed.append(path)
 
     def all_reduce(self, values: Float32Array) -> None:
         if self.native_all_reduce is not None:
@@ -111,8 +118,8 @@ class MpiCommunicator:
     def _make_shared(self, host: Any) -> _native.AllReduce:
         size = -(-_native.SharedAllReduce.segment_bytes(PIECE) // 4096) * 4096
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
-        self._window = MPI.Win.Allocate_shared(size, 1, info, host)
-        segments = [np.frombuffer(self._window.Shared_query(rank)[0], np.uint8) for rank in range(host.size)]
+        self._window = MPI.Win.Allocate_shared(size + SEGMENT_ALIGNMENT, 1, info, host)
+        segments = [aligned_segment(self._window.Shared_query(rank)[0], size) for rank in range(host.size)]
         segments[host.rank][...] = 0  # also places the pages on the rank's own NUMA node
         host.Barrier()
         return _native.SharedAllReduce(segments, host.rank, PIECE)
@@ -127,7 +134,11 @@ def _mapped_segments() -> set[Path]:
 
 def finalize() -> None:
     """Finalize MPI; all ranks must call it."""
+    for path in _removed:
+        path.touch(0o600)  # Open MPI 4 prints an error if it cannot remove it
     MPI.Finalize()
+    for path in _removed:
+        path.unlink(missing_ok=True)
 
 
 def _wait(request: MPI.Request) -> None:

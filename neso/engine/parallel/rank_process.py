@@ -37,8 +37,11 @@ def main(address: str) -> int:
         return 2
     try:
         session = RankSession(address, launched.rank, launched.size)
-    except (OSError, EngineError, HandshakeError, MsgspecError) as error:
+    except (OSError, HandshakeError, MsgspecError) as error:
         print(f"neso: rank {launched.rank} cannot connect to {address}: {error}", file=sys.stderr)
+        return 1
+    except EngineError as error:
+        print(f"neso: rank {launched.rank}: {error}", file=sys.stderr)
         return 1
     try:
         if session.rank == 0:

@@ -36,7 +36,7 @@ from neso.engine.parallel.control import (
     split_address,
 )
 from neso.engine.parallel.handshake import introduce, new_nonce, rank_secret
-from neso.engine.parallel.launcher import started_by_torchrun
+from neso.engine.parallel.launcher import check_launcher, missing_library, started_by_torchrun
 from neso.engine.parallel.layout import RankLayout
 from neso.engine.parallel.plan_channel import PlanReceiver, PlanSender
 from neso.engine.parallel.ranked_runner import RankedRunner, follow
@@ -68,6 +68,7 @@ class RankSession:
         self._plans: PlanSender | None = None
         self._ranked: RankedRunner | None = None
         self._connected = False
+        library, problem = _library()
         hello = Hello(
             rank=rank,
             size=size,
@@ -75,11 +76,13 @@ class RankSession:
             host=host_id(),
             cpus=sorted(os.sched_getaffinity(0)),
             version=neso.__version__,
-            library=_library_version(),
+            library=library,
             nonce=new_nonce(),
         )
         introduce(self._control, hello, secret)
         threading.Thread(target=self._read, name="rank-control", daemon=True).start()
+        if problem is not None:
+            self.fail(problem)
         start = self._next()
         assert isinstance(start, Start)
         self.engine_address = start.engine_address
@@ -142,8 +145,9 @@ class RankSession:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Report an error to the supervisor, which ends all ranks, and end this process."""
-        logger.error("rank %d failed", self.rank, exc_info=error)
-        message = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        is_expected = isinstance(error, EngineError)
+        message = str(error) if is_expected else f"{type(error).__name__}: {error}"
+        logger.error("rank %d failed: %s", self.rank, message, exc_info=None if is_expected else error)
         try:
             self._control.tell(Failed(message))
             time.sleep(_CONNECT_TIMEOUT)  # the supervisor ends this process
@@ -192,13 +196,20 @@ class RankSession:
             os._exit(FAILED_STATUS)
 
 
-def _library_version() -> str:
-    """Return the name and version of the library that connects the ranks."""
+def _library() -> tuple[str, EngineError | None]:
+    """Return name and version of the library that connects the ranks, and why it cannot, if so."""
     if started_by_torchrun():
-        return f"torch {importlib.metadata.version('torch')}"
-    from neso.engine.parallel.mpi import library_version
+        return f"torch {importlib.metadata.version('torch')}", None
+    try:
+        from neso.engine.parallel.mpi import library_version
 
-    return library_version()
+        library = library_version()
+        check_launcher(library)
+    except EngineError as error:
+        return library, error
+    except (ImportError, RuntimeError) as error:
+        return "none", missing_library(error)
+    return library, None
 
 
 def host_id() -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import neso._native as _native
 from neso.engine.lora.adapter import LoraAdapter
+from neso.engine.parallel.communicator import SEGMENT_ALIGNMENT, aligned_segment
 from neso.engine.parallel.layout import RankLayout
 from neso.engine.parallel.sharding import Shard
 from neso.engine.runners.base import CacheLayout, Float32Array, PackedAdapter, SpecRunner
@@ -29,8 +30,7 @@ _PIECE = 1024
 def _segment() -> np.ndarray:
     """Memory of a rank for `SharedAllReduce`, aligned to 64 bytes."""
     size = _native.SharedAllReduce.segment_bytes(_PIECE)
-    memory = np.zeros(size + 64, np.uint8)
-    return memory[-memory.ctypes.data % 64 :][:size]
+    return aligned_segment(np.zeros(size + SEGMENT_ALIGNMENT, np.uint8), size)
 
 
 class _Group:
