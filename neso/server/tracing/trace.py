@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSnapshot:
-    """A copy of a tensor at some point of the execution."""
+    """A copy of a tensor at some point of the execution. `size`: its bytes."""
 
     activity: str
     name: str
     datatype: DataType
     array: npt.NDArray[Any]
+    size: int
 
     @classmethod
     def of(cls, activity: str, tensor: Tensor) -> TensorSnapshot:
-        return cls(activity, tensor.name, tensor.datatype, np.array(tensor.array))
+        return cls(activity, tensor.name, tensor.datatype, np.array(tensor.array), tensor.byte_size)
 
     def as_dict(self) -> dict[str, str]:
         """Convert to the format of Triton's trace files, where all values are strings."""
@@ -306,6 +307,11 @@ class Trace:
     def name(self) -> str:
         """The trace id for logs."""
         return self._sink.name(self)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the recorded tensors."""
+        return sum(tensor.size for model in self.models for tensor in model.tensors)
 
     def stamp(self, activity: str, ns: int | None = None) -> None:
         """Record a frontend activity at `ns`, by default now."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO
@@ -15,6 +18,36 @@ from neso.server.trace_config import TraceSetting
 from neso.server.tracing.trace import Activity, ModelTrace, Trace, TraceSink
 
 logger = logging.getLogger(__name__)
+
+
+class Held:
+    """Encoded traces that wait for their file, in an unnamed file of the same folder. Used in the writer's thread."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._file: BinaryIO | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self._file is None
+
+    def add(self, traces: Sequence[Trace]) -> None:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  closed by `move`
+        elif self._file.tell():
+            self._file.write(_SEPARATOR)
+        self._file.write(_encode(traces))
+
+    def move(self, traces: Sequence[Trace], file: BinaryIO) -> None:
+        """Write what is held, and further traces, to a file."""
+        held, self._file = self._file, None
+        if held is not None:
+            with held:
+                held.seek(0)
+                shutil.copyfileobj(held, file)
+            if traces:
+                file.write(_SEPARATOR)
+        file.write(_encode(traces))
 
 
 class TraceFile:
@@ -29,15 +62,23 @@ class TraceFile:
         self._file: BinaryIO | None = None
         self._next_index = 0
 
-    def append(self, traces: Sequence[Trace]) -> None:
-        """Append to `path`, which the first call overwrites."""
-        self._submit(self._append, traces)
+    def new_held(self) -> Held:
+        """Return a place for traces whose file is not yet known."""
+        return Held(os.path.dirname(self._path) or os.curdir)
 
-    def write_next(self, traces: Sequence[Trace]) -> None:
-        """Write the next numbered file."""
+    def hold(self, held: Held, traces: Sequence[Trace]) -> None:
+        """Keep traces for a later `append` or `write_next`."""
+        self._submit(held.add, traces)
+
+    def append(self, held: Held, traces: Sequence[Trace]) -> None:
+        """Append what is held, and further traces, to `path`, which the first call overwrites."""
+        self._submit(self._append, held, traces)
+
+    def write_next(self, held: Held, traces: Sequence[Trace]) -> None:
+        """Write what is held, and further traces, to the next numbered file."""
         path = f"{self._path}.{self._next_index}"
         self._next_index += 1
-        self._submit(self._write, traces, path)
+        self._submit(self._write, held, traces, path)
 
     def close(self) -> None:
         """Wait for pending writes. Blocks."""
@@ -53,25 +94,33 @@ class TraceFile:
         if (error := done.exception()) is not None:
             logger.error("failed to write the trace file '%s': %s", self._path, error)
 
-    def _append(self, traces: Sequence[Trace]) -> None:
-        text = _encode(traces)
+    def _append(self, held: Held, traces: Sequence[Trace]) -> None:
+        if held.empty and not traces:  # they could not be held
+            return
         if self._file is None:
             self._file = open(self._path, "wb")  # noqa: SIM115  closed by `close`
-            self._file.write(b"[" + text + b"]")
+            self._file.write(b"[")
         else:
             self._file.seek(-1, 2)
-            self._file.write(b",\n" + text + b"]")
+            self._file.write(_SEPARATOR)
+        held.move(traces, self._file)
+        self._file.write(b"]")
         self._file.flush()
 
     @staticmethod
-    def _write(traces: Sequence[Trace], path: str) -> None:
+    def _write(held: Held, traces: Sequence[Trace], path: str) -> None:
         with open(path, "wb") as file:
-            file.write(b"[" + _encode(traces) + b"]")
+            file.write(b"[")
+            held.move(traces, file)
+            file.write(b"]")
+
+
+_SEPARATOR = b",\n"
 
 
 def _encode(traces: Sequence[Trace]) -> bytes:
     """Encode traces as comma-separated JSON objects."""
-    return b",\n".join(orjson.dumps(entry) for trace in traces for entry in trace_entries(trace))
+    return _SEPARATOR.join(orjson.dumps(entry) for trace in traces for entry in trace_entries(trace))
 
 
 def trace_entries(trace: Trace) -> list[dict[str, Any]]:
@@ -116,12 +165,16 @@ def _timestamps(id: int, activities: Sequence[Activity]) -> list[dict[str, Any]]
 
 FLUSH_AFTER = 1.0
 """Maximum delay before a trace is written, in seconds."""
-FLUSH_SIZE = 256
-"""Number of buffered traces that triggers an immediate write."""
+MAX_BUFFERED = 256
+"""Number of traces in memory that triggers an immediate write."""
+MAX_BUFFERED_BYTES = 1 << 20
+"""Bytes of their tensors that do the same."""
 
 
 class TraceBuffer(TraceSink):
     """Buffers the traces of one setting and writes them where Triton does.
+
+    Traces that wait until a file is complete are held on disk if there are more than `MAX_BUFFERED`.
 
     - `log_frequency`: numbered files with this many traces; the last file has the rest.
     - `count` without `log_frequency`: one numbered file when the count is reached. If it is not reached before the
@@ -135,6 +188,9 @@ class TraceBuffer(TraceSink):
         self._delayed = not setting.log_frequency and setting.count <= 0
         self._left = setting.count
         self._traces: list[Trace] = []
+        self._bytes = 0
+        self._count = 0  # of the next file
+        self._held = file.new_held()
         self._timer: asyncio.TimerHandle | None = None
         self._retired = False
 
@@ -142,12 +198,17 @@ class TraceBuffer(TraceSink):
         self._left -= 1
         if trace.models:  # skip requests that were not accepted by a model
             self._traces.append(trace)
+            self._bytes += trace.tensor_bytes
+            self._count += 1
+        full = len(self._traces) >= MAX_BUFFERED or self._bytes >= MAX_BUFFERED_BYTES
         if self._retired:
             self._flush(numbered=self._log_frequency > 0)
-        elif self._left == 0 or 0 < self._log_frequency <= len(self._traces):
+        elif self._left == 0 or 0 < self._log_frequency <= self._count:
             self._flush(numbered=True)
-        elif self._delayed and len(self._traces) >= FLUSH_SIZE:
+        elif full and self._delayed:
             self._flush(numbered=False)
+        elif full:
+            self._file.hold(self._held, self._take())
         elif self._delayed and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_AFTER, self._flush, False)
 
@@ -160,10 +221,14 @@ class TraceBuffer(TraceSink):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        traces, self._traces = self._traces, []
-        if not traces:
+        if not self._count:
             return
+        self._count = 0
         if numbered:
-            self._file.write_next(traces)
+            self._file.write_next(self._held, self._take())
         else:
-            self._file.append(traces)
+            self._file.append(self._held, self._take())
+
+    def _take(self) -> list[Trace]:
+        traces, self._traces, self._bytes = self._traces, [], 0
+        return traces

@@ -217,6 +217,26 @@ async def test_a_count_that_is_not_reached_fills_the_file_without_a_number(start
     assert not path.with_name("trace.json.0").exists()
 
 
+@pytest.mark.parametrize("limit", ["MAX_BUFFERED", "MAX_BUFFERED_BYTES"])
+async def test_traces_that_wait_for_their_file_do_not_stay_in_memory(start, repository, monkeypatch, limit):
+    monkeypatch.setattr(f"neso.server.tracing.trace_file.{limit}", 2)
+    repository.add("identity")
+    core, path = await start("level=TIMESTAMPS", "level=TENSORS", "count=5")
+    buffer = core.tracing._samplers[""]._sink
+    for sent in range(1, 5):
+        await send_traced_request(core, "identity")
+        assert len(buffer._traces) == (sent % 2 if limit == "MAX_BUFFERED" else 0)
+    assert sorted(file.name for file in path.parent.glob("trace.json*")) == []
+    await send_traced_request(core, "identity")
+    core.tracing.update({"trace_count": ["9"]})
+    for _ in range(3):
+        await send_traced_request(core, "identity")
+    await core.stop()
+    assert len(read_traces(path.with_name("trace.json.0"))) == 5
+    assert len(read_traces(path)) == 3
+    assert {len(trace.tensors) for trace in read_traces(path)} == {3}
+
+
 async def test_a_count_that_is_reached_after_a_settings_change_is_appended(start, repository):
     repository.add("identity")
     repository.add_standard()
