@@ -1,10 +1,11 @@
-"""`--smoke` of the benchmark scripts: a run of a few seconds that tests only the script."""
+"""Command line of the benchmark scripts, and `--smoke`: a run of a few seconds that tests only the script."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +15,11 @@ MISSING = 77
 
 
 def parse_arguments(parser: argparse.ArgumentParser, **smoke: Any) -> argparse.Namespace:
-    """Parse the command line; with `--smoke`, these values replace those of the other arguments."""
+    """Parse the command line; with `--smoke`, these values replace those of the other arguments.
+
+    From then on SIGTERM raises `SystemExit`, so that `with` blocks stop the servers that the script has started.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     parser.add_argument("--smoke", action="store_true", help="run for a few seconds to test the script")
     arguments = parser.parse_args()
     if arguments.smoke:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,37 @@ SCRIPTS = [
     for path in sorted([*BENCH.glob("*.py"), *BENCH.glob("studies/*.py")])
     if '__name__ == "__main__"' in path.read_text()
 ]
+
+
+STOPPABLE = """
+import argparse, asyncio, contextlib
+from smoke import parse_arguments
+
+@contextlib.contextmanager
+def served():
+    try:
+        yield
+    finally:
+        print("stopped")
+
+async def run():
+    print("running", flush=True)
+    await asyncio.sleep(60)
+
+parse_arguments(argparse.ArgumentParser())
+with served():
+    asyncio.run(run())
+"""
+
+
+def test_termination_stops_what_a_script_has_started() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPABLE], stdout=subprocess.PIPE, text=True, cwd=BENCH
+    )
+    assert process.stdout is not None and process.stdout.readline() == "running\n"
+    process.terminate()
+    output, _ = process.communicate()
+    assert (output, process.returncode) == ("stopped\n", 128 + signal.SIGTERM)
 
 
 @pytest.mark.slow
