@@ -66,7 +66,9 @@ class FrontEndProcess:
             return 1
         freeze_gc()
         await channel.call("listening")
+        reporting = asyncio.create_task(core.report_totals())
         await self._stopped.wait()
+        reporting.cancel()
         return 0
 
     def _on_message(self, message: Message) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,9 @@ from neso.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
+TOTALS_INTERVAL = 1.0
+"""Seconds between two reports of what this process has counted; it loses what it counted since when it is killed."""
+
 
 class SharedModel(Model):
     """A model that this process uses directly, beside the other processes, with its own statistics.
@@ -64,7 +68,7 @@ class FrontEndCore(Core):
 
     def __init__(self, options: ServerOptions, admission: Admission) -> None:
         self.options = options
-        self.metrics = MetricsRegistry(reserved=MODEL_FAMILIES)
+        self.metrics = MetricsRegistry(MODEL_FAMILIES, namespaced=options.model_namespacing)
         self.custom_metrics = CustomMetrics(self.metrics.is_registered)
         self.admission = admission
         self.response_cache = None
@@ -197,6 +201,17 @@ class FrontEndCore(Core):
     async def send_totals(self) -> None:
         """Send what this process has counted to the main process."""
         await self.channel.call("totals", self.totals())
+
+    async def report_totals(self) -> None:
+        """Send what this process has counted to the main process, every `TOTALS_INTERVAL` if it has changed."""
+        reported = b""
+        while True:
+            await asyncio.sleep(TOTALS_INTERVAL)
+            totals = self.totals()
+            counted = pickle.dumps(totals)
+            if counted != reported:
+                reported = counted
+                self.channel.notify("totals", totals)
 
     # -- the interface of `Core` --------------------------------------------------------------------------------
 
