@@ -23,7 +23,7 @@ from neso.engine.lora.config import LoraConfig
 from neso.server.metrics.config import MetricsConfig
 from neso.server.metrics.machine import CPU_FAMILIES, GPU_FAMILIES, PINNED_MEMORY_FAMILIES
 from neso.server.metrics.model_metrics import model_families
-from neso.server.metrics.registry import Family, MetricsRegistry
+from neso.server.metrics.registry import Family, MetricsRegistry, ModelMetrics
 from neso.server.statistics import FailureReason
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics-reference.md"
@@ -183,14 +183,14 @@ def _language_model(
         info=info, stats=EngineStats(), alive=True, num_requests=0, on_dead=id, on_stats=id
     )
     group = EngineGroup([cast(AsyncEngine, engine)], EngineConfig(model=""))
-    LlmMetrics(registry, "model", "1", group)
+    LlmMetrics(ModelMetrics(registry, "model", "1"), group)
     return registry
 
 
 def vllm_model() -> list[Family]:
     """Return the families of a model of the backend `vllm`."""
     registry = MetricsRegistry()
-    VllmMetrics(registry, "model", "1", lambda: 0)
+    VllmMetrics(ModelMetrics(registry, "model", "1"), lambda: 0)
     return registry.describe()
 
 

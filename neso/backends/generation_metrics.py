@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Histogram
 
 from neso.generation import FinishReason
-from neso.server.metrics.registry import Family, MetricsRegistry
+from neso.server.metrics.registry import Family, ModelMetrics
 
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -39,28 +39,23 @@ PREFIX_HITS = Family("vllm:prefix_cache_hits_total", "counter", "Prompt tokens f
 class GenerationMetrics:
     """Counters and histograms of one model."""
 
-    def __init__(self, registry: MetricsRegistry, model: str, version: str) -> None:
-        labels = (model, version)
-
+    def __init__(self, model: ModelMetrics) -> None:
         def counter(name: str, help: str) -> Counter:
-            return registry.counter(Family(f"vllm:{name}_total", "counter", help)).labels(*labels)
+            return model.counter(Family(f"vllm:{name}_total", "counter", help))
 
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Family(f"vllm:{name}", "histogram", help, buckets=buckets)
-            return registry.histogram(family).labels(*labels)
+            return model.histogram(Family(f"vllm:{name}", "histogram", help, buckets=buckets))
 
         def seconds(name: str, duration: str, buckets: tuple[float, ...] = REQUEST_BUCKETS) -> Histogram:
             return histogram(name, f"Histogram of {duration} in seconds.", buckets)
 
-        success = registry.counter(
-            Family(
-                "vllm:request_success_total",
-                "counter",
-                "Count of successfully processed requests.",
-                ("model", "version", "finished_reason"),
-            )
+        success = Family(
+            "vllm:request_success_total",
+            "counter",
+            "Count of successfully processed requests.",
+            ("model", "version", "finished_reason"),
         )
-        self.finished = {reason: success.labels(*labels, reason.value) for reason in FinishReason}
+        self.finished = {reason: model.counter(success, reason.value) for reason in FinishReason}
         self.prompt_tokens = counter("prompt_tokens", "Number of prefill tokens processed.")
         self.cached_tokens = counter("prompt_tokens_cached", "Number of prompt tokens found in the cache.")
         self.generation_tokens = counter("generation_tokens", "Number of generation tokens processed.")

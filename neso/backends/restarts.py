@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from prometheus_client import Counter
 
-from neso.server.metrics.registry import Family, MetricsRegistry
+from neso.server.metrics.registry import Family, ModelMetrics
 
 MIN_DELAY, MAX_DELAY = 0.25, 30.0
 """In seconds. The first restart is immediate; then the delay starts at the minimum and doubles with each failure."""
@@ -24,9 +24,9 @@ RESTARTS = Family(
 Process = TypeVar("Process")
 
 
-def restart_counter(registry: MetricsRegistry, model: str, version: str) -> Counter:
+def restart_counter(metrics: ModelMetrics) -> Counter:
     """Return the counter of the successful restarts of a model's processes."""
-    return registry.counter(RESTARTS).labels(model, version)
+    return metrics.counter(RESTARTS)
 
 
 class Restarts:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -119,6 +120,11 @@ class LocalWorkers:
 
     def __init__(self, workers: Sequence[LocalWorker]) -> None:
         self.engines = tuple(workers)
+
+    def on_dead(self, callback: Callable[[int, str], None]) -> None:
+        """Call `callback(number, reason)` when a worker ends unexpectedly."""
+        for number, worker in enumerate(self.engines):
+            worker.on_dead(partial(callback, number))
 
     async def restart(self, number: int) -> EngineInfo:
         """Start a worker again. Raises `EngineError`."""

@@ -74,8 +74,8 @@ class LanguageModel(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """Stream the outputs of `request`.
 
-        The first `__anext__` checks the request and raises `InvalidParameter` if the model does not support it, or
-        `EngineDead` if the engine has ended. Closing the iterator early (`aclose()`, or cancelling the task that reads
+        The first `__anext__` checks the request and raises `InvalidParameter` if the model does not support it, or an
+        error of the model's engine. Closing the iterator early (`aclose()`, or cancelling the task that reads
         it) aborts the request: its blocks are free before the next engine step.
         """
 

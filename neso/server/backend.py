@@ -19,6 +19,7 @@ from neso.server.errors import Cancelled, InternalError, InvalidArgument
 from neso.server.import_turn import IMPORT_SECONDS, import_turn
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
+from neso.server.metrics.registry import ModelMetrics
 from neso.server.repository.names import is_inside
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ class ModelContext:
     backend_config: dict[str, str]
     namespace: str = ""
     limited: LimitedInstances | None = None
+
+    @property
+    def metrics(self) -> ModelMetrics:
+        """Families of metrics, with the labels of this model."""
+        return ModelMetrics(self.core.metrics, self.name, self.version, self.namespace)
 
     @property
     def assigns_instances(self) -> bool:

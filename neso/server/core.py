@@ -54,7 +54,7 @@ class Core:
 
     def __init__(self, options: ServerOptions, admission: Admission | None = None) -> None:
         self.options = options
-        self.metrics = MetricsRegistry(reserved=MODEL_FAMILIES)
+        self.metrics = MetricsRegistry(MODEL_FAMILIES, namespaced=options.model_namespacing)
         self.metrics.register(ModelCollector(self.models, options.metrics))
         self.custom_metrics = CustomMetrics(self.metrics.is_registered)
         self.metrics.register(self.custom_metrics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from neso.cluster.front_end import ClusterChannel
-from neso.server.metrics.registry import Family, MetricsRegistry
+from neso.server.metrics.registry import Family, ModelMetrics
 
 
 def _family(name: str, kind: str, help: str) -> Family:
@@ -42,9 +42,9 @@ CLUSTER_FAMILIES: dict[Family, Callable[[ClusterChannel], float]] = {
 class ClusterMetrics:
     """Values of a model's work queue, read at each scrape."""
 
-    def __init__(self, registry: MetricsRegistry, model: str, version: str, channel: ClusterChannel) -> None:
+    def __init__(self, model: ModelMetrics, channel: ClusterChannel) -> None:
         self._unwatch = [
-            registry.watch(family, (model, version), lambda read=read: read(channel))  # type: ignore[misc]
+            model.watch(family, lambda read=read: read(channel))  # type: ignore[misc]
             for family, read in CLUSTER_FAMILIES.items()
         ]
 

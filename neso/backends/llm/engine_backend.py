@@ -273,20 +273,15 @@ class EngineBackend(Backend):
                 raise InvalidArgument(str(error)) from None
             raise
         self._engine = engine
-        counter = restart_counter(context.core.metrics, context.name, context.version)
+        counter = restart_counter(context.metrics)
         self._supervisor = EngineSupervisor(
             *(context.name, engine if workers is None else workers.local, config, counter),
             *(self._on_restarted, context.core.on_lost),
         )
         info = engine.info
-        self._metrics = LlmMetrics(
-            *(context.core.metrics, context.name, context.version, engine),
-            iterations=self.iteration_metrics,
-        )
+        self._metrics = LlmMetrics(context.metrics, engine, iterations=self.iteration_metrics)
         if workers is not None:
-            self._cluster_metrics = ClusterMetrics(
-                context.core.metrics, context.name, context.version, workers.cluster
-            )
+            self._cluster_metrics = ClusterMetrics(context.metrics, workers.cluster)
         self._log_loaded(info, count)
         if self.language_model is not None:
             log_default_sampling(
@@ -347,9 +342,7 @@ class EngineBackend(Backend):
         except EngineError as error:
             raise Unavailable(str(error)) from None
         self._metrics = LlmMetrics(
-            *(context.core.metrics, context.name, context.version, engine),
-            iterations=self.iteration_metrics,
-            counts_steps=False,
+            context.metrics, engine, iterations=self.iteration_metrics, counts_steps=False
         )
         self._supervisor = EngineReconnector(engine, self._metrics.replace_engine)
 
@@ -447,12 +440,16 @@ class EngineBackend(Backend):
     async def load_lora(self, lora: LoraRequest) -> None:
         try:
             await self.engine.load_lora(lora)
+        except EngineDead as error:
+            raise self._server_error(error) from None
         except EngineError as error:
             raise InvalidArgument(str(error)) from None
 
     async def unload_lora(self, name: str) -> None:
         try:
             await self.engine.unload_lora(name)
+        except EngineDead as error:
+            raise self._server_error(error) from None
         except EngineError as error:
             raise NotFound(str(error)) from None
 

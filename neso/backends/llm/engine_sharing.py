@@ -13,7 +13,7 @@ from neso.engine.client.engine_client import load_engine_tokenizer
 from neso.engine.client.engine_group import EngineGroup
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
-from neso.server.errors import ServerError
+from neso.server.errors import Restarting, ServerError
 
 RECONNECT_INTERVAL = 0.25
 """Seconds between two attempts to connect to an engine that the server process restarts."""
@@ -57,14 +57,17 @@ class EngineReconnector:
     `reconnected` is called afterwards.
     """
 
-    down = False
-
     def __init__(self, group: EngineGroup, reconnected: Callable[[], None]) -> None:
         self._group = group
         self._reconnected = reconnected
         self._tasks: set[asyncio.Task[None]] = set()
-        for number, engine in enumerate(group.engines):
-            engine.on_dead(partial(self._on_dead, number))
+        self._down: set[int] = set()
+        group.on_dead(self._on_dead)
+
+    @property
+    def down(self) -> bool:
+        """Whether the server process has said of all engines that it does not restart them."""
+        return len(self._down) == len(self._group.engines)
 
     async def stop(self) -> None:
         """Stop connecting."""
@@ -82,6 +85,11 @@ class EngineReconnector:
             try:
                 await self._group.restart(number)
                 break
-            except (EngineError, ServerError):
-                await asyncio.sleep(RECONNECT_INTERVAL)
+            except EngineError:
+                pass
+            except ServerError as error:
+                if not isinstance(error, Restarting):
+                    self._down.add(number)
+            await asyncio.sleep(RECONNECT_INTERVAL)
+        self._down.discard(number)
         self._reconnected()

@@ -17,18 +17,14 @@ from neso.engine.ipc.messages import EngineInfo
 logger = logging.getLogger(__name__)
 
 
-class Watched(Protocol):
-    """An engine, or a process that contains one."""
-
-    def on_dead(self, callback: Callable[[str], None]) -> None:
-        """Call `callback(reason)` if it ends unexpectedly."""
-
-
 class Restartable(Protocol):
     """Engines that are restarted one by one: an `EngineGroup`, or the workers of this host."""
 
     @property
-    def engines(self) -> Sequence[Watched]: ...
+    def engines(self) -> Sequence[object]: ...
+
+    def on_dead(self, callback: Callable[[int, str], None]) -> None:
+        """Call `callback(number, reason)` when an engine ends unexpectedly, before requests fail because of it."""
 
     async def restart(self, number: int) -> EngineInfo:
         """Start an engine again. Raises `EngineError`."""
@@ -56,9 +52,10 @@ class EngineSupervisor:
         self._lost = None if config.rank_address is None else lost
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._down: set[int] = set()  # engines that have failed too often
-        for number, engine in enumerate(group.engines):
-            restarts = Restarts(config.max_restarts, counter, config.restart_window)
-            engine.on_dead(partial(self._on_dead, number, restarts))
+        self._restarts = [
+            Restarts(config.max_restarts, counter, config.restart_window) for _ in group.engines
+        ]
+        group.on_dead(self._on_dead)
 
     @property
     def down(self) -> bool:
@@ -73,12 +70,13 @@ class EngineSupervisor:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    def _on_dead(self, number: int, restarts: Restarts, reason: str) -> None:
+    def _on_dead(self, number: int, reason: str) -> None:
         logger.error("%s: %s", self._name(number), reason)
         if self._lost is not None:
             self._down.add(number)
             self._lost(f"{self._name(number)}: {reason}")
             return
+        restarts = self._restarts[number]
         restarts.record_failure()
         if restarts.exhausted:
             self._give_up(number)

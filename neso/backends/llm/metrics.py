@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 from neso.backends import generation_metrics as families
@@ -17,7 +16,7 @@ from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LoraConfig
 from neso.generation import FinishReason, GenerationOutput, GenerationRequest
 from neso.server.metrics.model_metrics import KV_CACHE_FAMILY
-from neso.server.metrics.registry import Family, MetricsRegistry
+from neso.server.metrics.registry import Family, ModelMetrics
 
 LENGTH_BUCKETS = (10, 50, 100, 500, 1000)
 """TensorRT-LLM's buckets of prompt and output lengths, in tokens."""
@@ -107,17 +106,8 @@ class EngineGauges:
     `iterations`: include TensorRT-LLM's statistics of iterations.
     """
 
-    def __init__(
-        self,
-        registry: MetricsRegistry,
-        model: str,
-        version: str,
-        engine: EngineGroup,
-        *,
-        iterations: bool = True,
-    ) -> None:
-        self._registry = registry
-        self._labels = (model, version)
+    def __init__(self, model: ModelMetrics, engine: EngineGroup, *, iterations: bool = True) -> None:
+        self._model = model
         self._engine = engine
         self._unwatch: list[Callable[[], None]] = []
         info = engine.info
@@ -138,7 +128,7 @@ class EngineGauges:
         self._watch_value(family, lambda: read(engine.stats), *labels)
 
     def _watch_value(self, family: Family, read: Callable[[], float], *labels: str) -> None:
-        self._unwatch.append(self._registry.watch(family, (*self._labels, *labels), read))
+        self._unwatch.append(self._model.watch(family, read, *labels))
 
     def _watch_engines(self) -> None:
         group = self._engine
@@ -245,12 +235,14 @@ def _cache_usage(stats: EngineStats) -> float:
 class AdapterMetrics:
     """`vllm:lora_requests_info`: a gauge with adapter names in its labels, and the time of the last change as value."""
 
-    def __init__(self, registry: MetricsRegistry, model: str, version: str, config: LoraConfig) -> None:
-        self._gauge = registry.gauge(_LORA_REQUESTS)
-        self._model = (model, version, str(config.max_loras))
+    def __init__(self, model: ModelMetrics, config: LoraConfig) -> None:
+        self._model = model
+        self._max_loras = str(config.max_loras)
         self._running: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()
         self._labels: tuple[str, ...] = ()
+        self._changed = 0.0
+        self._unwatch: Callable[[], None] = lambda: None
         self._update()
 
     def add_waiting(self, name: str) -> None:
@@ -271,16 +263,15 @@ class AdapterMetrics:
 
     def close(self) -> None:
         """Remove the gauge of an unloaded model."""
-        with suppress(KeyError):  # a reloaded model can have used the same labels
-            self._gauge.remove(*self._labels)
+        self._unwatch()
 
     def _update(self) -> None:
-        labels = (*self._model, _names(self._running), _names(self._waiting))
+        self._changed = time.time()
+        labels = (self._max_loras, _names(self._running), _names(self._waiting))
         if labels != self._labels:
-            if self._labels:
-                self.close()
             self._labels = labels
-        self._gauge.labels(*labels).set(time.time())
+            self._unwatch()
+            self._unwatch = self._model.watch(_LORA_REQUESTS, lambda: self._changed, *labels)
 
 
 def _decrement(counts: Counter[str], name: str) -> None:
@@ -299,32 +290,31 @@ class LlmMetrics(GenerationMetrics):
 
     def __init__(
         self,
-        registry: MetricsRegistry,
-        model: str,
-        version: str,
+        model: ModelMetrics,
         engine: EngineGroup,
         *,
         iterations: bool = True,
         counts_steps: bool = True,
     ) -> None:
-        super().__init__(registry, model, version)
+        super().__init__(model)
         lora = engine.info.lora
-        self.adapters = AdapterMetrics(registry, model, version, lora) if lora.enabled else None
-        self._make_gauges = partial(EngineGauges, registry, model, version, engine, iterations=iterations)
+        self.adapters = AdapterMetrics(model, lora) if lora.enabled else None
+        self._make_gauges = partial(EngineGauges, model, engine, iterations=iterations)
         self._gauges = self._make_gauges()
         self._steps = [0] * len(engine.engines)
         for number, one in enumerate(engine.engines if counts_steps else ()):
             one.on_stats(partial(self.observe_step, number))
         self.input_length, self.output_length = (
-            registry.histogram(
+            model.histogram(
                 Family(
                     f"nv_llm_{direction}_token_len",
                     "histogram",
                     "TRT LLM response metrics",
                     ("model", "version", "response_metric_type"),
                     LENGTH_BUCKETS,
-                )
-            ).labels(model, version, f"total_{direction}_tokens")
+                ),
+                f"total_{direction}_tokens",
+            )
             for direction in ("input", "output")
         )
 

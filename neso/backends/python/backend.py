@@ -52,7 +52,7 @@ class PythonBackend(Backend):
         super().__init__(context)
         settings = PythonSettings.from_config(context.config, context.backend_config)
         description = self._describe(context.config)
-        access = LocalServer(context.core, asyncio.get_running_loop())
+        access = LocalServer(context)
         reschedule = self._reschedule if description.iterative else None
         self._instances: InstancePool = (
             ProcessInstancePool(description, settings, access, reschedule)

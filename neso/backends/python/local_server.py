@@ -16,6 +16,7 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metrics.custom import CustomFamily, MetricKind
 
 if TYPE_CHECKING:
+    from neso.server.backend import ModelContext
     from neso.server.core import Core
     from neso.server.model import Model
 
@@ -25,11 +26,12 @@ Result = TypeVar("Result")
 
 
 class LocalServer(ServerAccess):
-    """Runs calls from the model's threads on the core's event loop."""
+    """Runs calls from the model's threads on the core's event loop. Created on this loop."""
 
-    def __init__(self, core: Core, loop: asyncio.AbstractEventLoop) -> None:
-        self.core = core
-        self.loop = loop
+    def __init__(self, context: ModelContext) -> None:
+        self.core = context.core
+        self.metrics = context.metrics
+        self.loop = loop = asyncio.get_running_loop()
         self.calls = LoopCalls(loop)
 
     @property

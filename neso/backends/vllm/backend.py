@@ -129,17 +129,13 @@ class VllmBackend(Backend):
         enabled = parse_bool(string_parameter(context.config, "REPORT_CUSTOM_METRICS"))
         if not enabled or arguments.disable_log_stats:
             return None
-        return VllmMetrics(
-            context.core.metrics,
-            context.name,
-            context.version,
-            lambda: 0 if self._engine is None else self._engine.num_requests,
-        )
+        return VllmMetrics(context.metrics, lambda: 0 if self._engine is None else self._engine.num_requests)
 
     async def _supervise(self, engine: VllmEngine, options: Supervision) -> None:
         """Restart the engine when it has ended. Kill it when it hangs."""
         context = self.context
-        counter = restart_counter(context.core.metrics, context.name, context.version)
+        counter = restart_counter(context.metrics)
+        engine.restarts = True
         restarts = Restarts(options.max_restarts, counter, options.restart_window)
 
         async def restart() -> bool:
@@ -159,7 +155,7 @@ class VllmBackend(Backend):
             logger.error("model '%s': vLLM's engine has ended and is restarted", context.name)
             restarts.record_failure()
             if await restarts.restart(restart, failed) is None:
-                self._down = True
+                self._down, engine.restarts = True, False
                 logger.critical(
                     "model '%s': vLLM's engine has failed too often and is not restarted", context.name
                 )

@@ -14,7 +14,14 @@ from neso.backends.vllm import library
 from neso.backends.vllm.conversion import IMAGES
 from neso.backends.vllm.orphan_reaper import OrphanReaper
 from neso.generation import InvalidParameter, check_prompt_length
-from neso.server.errors import InternalError, InvalidArgument, Overloaded, ServerError, Unavailable
+from neso.server.errors import (
+    InternalError,
+    InvalidArgument,
+    Overloaded,
+    Restarting,
+    ServerError,
+    Unavailable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +51,8 @@ class VllmEngine:
         # Also those of an engine that is started at the same time.
         self._processes: set[int] = set()
         self.tasks = tasks
+        self.restarts = False
+        """Whether the engine is restarted when it ends; the errors of its requests say so."""
 
     @classmethod
     async def start(cls, arguments: Any, record: library.Record | None = None) -> VllmEngine:
@@ -163,7 +172,7 @@ class VllmEngine:
             raise
         except Exception as error:
             finished = True  # vLLM has already released the request
-            raise _convert_error(error) from None
+            raise _convert_error(error, restarts=self.restarts) from None
         finally:
             self._num_requests -= 1
             if not finished and self.alive:
@@ -241,10 +250,12 @@ def _shut_down(starting: asyncio.Future[Any]) -> None:
         starting.result().shutdown()
 
 
-def _convert_error(error: Exception) -> Exception:
+def _convert_error(error: Exception, *, restarts: bool) -> Exception:
     """Convert vLLM's exception to an error that is sent to the client."""
     if library.about_dead_engine(error):
-        return Unavailable("vLLM's engine has ended")
+        if restarts:
+            return Restarting("vLLM's engine has ended: retry the request later")
+        return Unavailable("vLLM's engine has ended and is not restarted")
     if library.about_full_queue(error):
         return Overloaded(str(error))
     if library.about_request(error):

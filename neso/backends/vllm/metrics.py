@@ -8,7 +8,7 @@ from typing import Any
 from neso.backends import generation_metrics as families
 from neso.backends.generation_metrics import GenerationMetrics
 from neso.generation import FinishReason
-from neso.server.metrics.registry import Family, MetricsRegistry
+from neso.server.metrics.registry import Family, ModelMetrics
 
 
 class VllmMetrics:
@@ -18,10 +18,8 @@ class VllmMetrics:
     therefore the last statistics are ignored if no requests are in flight.
     """
 
-    def __init__(
-        self, registry: MetricsRegistry, model: str, version: str, num_requests: Callable[[], int]
-    ) -> None:
-        self._metrics = GenerationMetrics(registry, model, version)
+    def __init__(self, model: ModelMetrics, num_requests: Callable[[], int]) -> None:
+        self._metrics = GenerationMetrics(model)
         self._num_requests = num_requests
         self._schedulers: dict[int, Any] = {}
         self._preemptions = self._queried = self._hit = 0
@@ -33,7 +31,7 @@ class VllmMetrics:
             families.PREFIX_QUERIES: lambda: self._queried,
             families.PREFIX_HITS: lambda: self._hit,
         }
-        self._unwatch = [registry.watch(family, (model, version), read) for family, read in reads.items()]
+        self._unwatch = [model.watch(family, read) for family, read in reads.items()]
 
     def close(self) -> None:
         """Remove the gauges of an unloaded model."""

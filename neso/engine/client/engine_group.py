@@ -62,6 +62,7 @@ class EngineGroup(AsyncRequests):
         self._waiting: dict[int, GroupRequest] = {}  # by the id of the entry in the queue
         self._num_queued = 0
         self._lora_sources: OrderedDict[str, EngineLoad] = OrderedDict()
+        self._dead_callbacks: list[Callable[[int, str], None]] = []
         for load in self._loads:
             load.engine.on_dead(partial(self._on_dead, load))
 
@@ -305,7 +306,13 @@ class EngineGroup(AsyncRequests):
 
     # -- the ends of engines ------------------------------------------------------------------------------------
 
+    def on_dead(self, callback: Callable[[int, str], None]) -> None:
+        """Call `callback(number, reason)` when an engine ends unexpectedly, before requests fail because of it."""
+        self._dead_callbacks.append(callback)
+
     def _on_dead(self, load: EngineLoad, reason: str) -> None:
+        for callback in self._dead_callbacks:
+            callback(load.number, reason)
         load.prefixes.clear()
         if self.alive:
             self._send_waiting()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from neso.engine.errors import EngineDead
 from neso.generation import InvalidParameter, PromptTooLong
 from neso.server.errors import ErrorCode, Overloaded, ServerError, Unavailable
 
@@ -104,8 +103,6 @@ def to_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, InvalidParameter):
         return invalid_parameter(error, {})
-    if isinstance(error, EngineDead):
-        return ApiError(503, str(error) or "The model's engine has ended.")
     if isinstance(error, Overloaded):
         return ApiError(
             429, error.message, type="requests", code="rate_limit_exceeded", retry_after=error.retry_after

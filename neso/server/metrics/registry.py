@@ -2,9 +2,11 @@
 
 A metric is declared once, as a `Family`. Its values come from
 
-- a counter, gauge or histogram of prometheus-client: `MetricsRegistry.counter`, `gauge`, `histogram`
+- a counter or histogram of prometheus-client: `MetricsRegistry.counter`, `histogram`
 - a function that is called at each scrape: `MetricsRegistry.watch`
 - a `Collector` that reads existing state at each scrape, such as `ModelCollector`
+
+A backend uses `ModelMetrics`, which adds the labels of its model.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -25,6 +27,7 @@ from neso.server.errors import AlreadyExists
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_MODEL_LABELS = ("model", "version")
 _LAST_LABELS = ("le", "quantile")
 _LINES_PER_TURN = 500  # about 2 ms of work
 
@@ -45,7 +48,7 @@ class Family:
     name: str
     kind: str
     help: str
-    labels: tuple[str, ...] = ("model", "version")
+    labels: tuple[str, ...] = _MODEL_LABELS
     buckets: tuple[float, ...] = ()
 
 
@@ -82,11 +85,16 @@ class _WatchedFamily(Collector):
 
 
 class MetricsRegistry(CollectorRegistry):
-    """All metric families of a server. `reserved`: family names provided by collectors."""
+    """All metric families of a server.
 
-    def __init__(self, reserved: Collection[str] = ()) -> None:
+    - reserved: family names provided by collectors
+    - namespaced: whether models of several repositories can have the same name
+    """
+
+    def __init__(self, reserved: Collection[str] = (), *, namespaced: bool = False) -> None:
         super().__init__(auto_describe=False)
         self._reserved = reserved
+        self.namespaced = namespaced
         self._families: dict[str, tuple[Family, Collector]] = {}
         self.elsewhere: Mapping[SampleKey, float] = {}
         """Samples of counters and histograms of other processes, which are added at each scrape."""
@@ -95,12 +103,6 @@ class MetricsRegistry(CollectorRegistry):
         """Return the counter of a family, which the models share. The first call creates it. Raises `AlreadyExists`."""
         return self._shared(
             family, Counter, lambda: Counter(family.name, family.help, family.labels, registry=self)
-        )
-
-    def gauge(self, family: Family) -> Gauge:
-        """Return the gauge of a family, shared like a `counter`."""
-        return self._shared(
-            family, Gauge, lambda: Gauge(family.name, family.help, family.labels, registry=self)
         )
 
     def histogram(self, family: Family) -> Histogram:
@@ -180,6 +182,35 @@ class MetricsRegistry(CollectorRegistry):
         if not isinstance(collector, kind) or known.labels != family.labels:
             raise AlreadyExists(f"metric '{name}' exists already with another kind or other labels")
         return collector
+
+
+class ModelMetrics:
+    """Metrics of one model, in the families that it shares with others.
+
+    The first labels of each family must be `model` and `version`. If models have namespaces, `namespace` is the third.
+    """
+
+    def __init__(self, registry: MetricsRegistry, model: str, version: str, namespace: str = "") -> None:
+        self._registry = registry
+        self._values = (model, version, namespace) if registry.namespaced else (model, version)
+
+    def counter(self, family: Family, *labels: str) -> Counter:
+        """Return the model's counter; `labels`: values of the other labels."""
+        return self._registry.counter(self._family(family)).labels(*self._values, *labels)
+
+    def histogram(self, family: Family, *labels: str) -> Histogram:
+        """Return the model's histogram; `labels`: values of the other labels."""
+        return self._registry.histogram(self._family(family)).labels(*self._values, *labels)
+
+    def watch(self, family: Family, read: Callable[[], float], *labels: str) -> Callable[[], None]:
+        """See `MetricsRegistry.watch`."""
+        return self._registry.watch(self._family(family), (*self._values, *labels), read)
+
+    def _family(self, family: Family) -> Family:
+        assert family.labels[:2] == _MODEL_LABELS
+        if not self._registry.namespaced:
+            return family
+        return replace(family, labels=(*_MODEL_LABELS, "namespace", *family.labels[2:]))
 
 
 def sample_key(sample: Sample) -> SampleKey:

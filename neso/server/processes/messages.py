@@ -11,16 +11,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
+import neso.server.errors as errors
 from neso.server.admission import CLIENT
-from neso.server.errors import ErrorCode, InvalidArgument, Overloaded, ServerError, as_server_error
+from neso.server.errors import InvalidArgument, ServerError, as_server_error
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.inference_response import InferenceResponse
 from neso.server.tensor import DataType, Tensor
 
 WireTensor = tuple[str, str, tuple[int, ...], bytes]
 """Name, datatype, shape, and elements in the binary tensor format of KServe."""
-WireError = tuple[str, str, bool]
-"""Message, error code, and whether it is an `Overloaded` error."""
+WireError = tuple[str, str]
+"""Message, and name of the class in `neso.server.errors`."""
 
 
 class Infer(msgspec.Struct, array_like=True, tag=0):
@@ -116,13 +117,14 @@ decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 def pack_error(error: Exception) -> WireError:
     """Convert an exception for another process."""
     wrapped = as_server_error(error)
-    return wrapped.message, wrapped.code.value, isinstance(wrapped, Overloaded)
+    return wrapped.message, type(wrapped).__name__
 
 
 def unpack_error(error: WireError) -> ServerError:
     """Return the error that another process has sent."""
-    message, code, overloaded = error
-    return Overloaded(message) if overloaded else ServerError(message, ErrorCode(code))
+    message, name = error
+    kind: type[ServerError] = getattr(errors, name)
+    return kind(message)
 
 
 def pack_tensor(tensor: Tensor) -> WireTensor:

@@ -14,7 +14,7 @@ import neso.server.core
 from neso.backends.llm.metrics import AdapterMetrics
 from neso.engine.lora.config import LoraConfig
 from neso.server.errors import ErrorCode
-from neso.server.metrics.registry import MetricsRegistry
+from neso.server.metrics.registry import MetricsRegistry, ModelMetrics
 from neso.server.options import ModelControlMode, ServerOptions
 
 LABELS = {"model": "pilot", "version": "1"}
@@ -157,7 +157,7 @@ async def test_tensorrt_llm_families(tmp_path, kind):
 
 def test_unused_names_are_removed():
     registry = MetricsRegistry()
-    metrics = AdapterMetrics(registry, "pilot", "1", LoraConfig(enable_lora=True))
+    metrics = AdapterMetrics(ModelMetrics(registry, "pilot", "1"), LoraConfig(enable_lora=True))
     for number in range(50):
         metrics.add_waiting(f"made-up-{number}")
         if number % 2:

@@ -12,7 +12,7 @@ from neso.backends.vllm.conversion import OutputConverter
 from neso.backends.vllm.metrics import VllmMetrics
 from neso.backends.vllm.tensors import REQUESTABLE_OUTPUTS, ResponseTensors, TextRequest, embedding_tensors
 from neso.generation import FinishReason, SamplingParams
-from neso.server.metrics.registry import MetricsRegistry
+from neso.server.metrics.registry import MetricsRegistry, ModelMetrics
 
 
 def logprob(value: float, rank: int, text: str) -> SimpleNamespace:
@@ -142,7 +142,7 @@ def iteration(*finished: SimpleNamespace) -> SimpleNamespace:
 
 def test_metrics_follow_the_steps():
     registry, in_flight = MetricsRegistry(), [1]
-    metrics = VllmMetrics(registry, "m", "1", lambda: in_flight[0])
+    metrics = VllmMetrics(ModelMetrics(registry, "m", "1"), lambda: in_flight[0])
 
     def value(name: str) -> float | None:
         return registry.get_sample_value(f"vllm:{name}", {"model": "m", "version": "1"})

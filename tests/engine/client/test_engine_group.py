@@ -305,6 +305,21 @@ async def test_waiting_requests_fail_when_the_last_engine_ends():
         client.submit("late")
 
 
+async def test_ends_of_engines_are_reported_before_waiting_requests_fail():
+    client = Client()
+    seen: list[tuple[int, str, int]] = []
+    client.group.on_dead(
+        lambda number, reason: seen.append((number, reason, len(client.received["waiting"])))
+    )
+    for number in range(8):
+        client.submit(f"r{number}")
+    client.submit("waiting")
+    client.engines[1].die()
+    client.engines[0].die()
+    assert seen == [(1, "it has ended", 0), (0, "it has ended", 0)]
+    assert isinstance(client.received["waiting"][0], EngineDead)
+
+
 async def test_prefixes_of_an_ended_engine_are_forgotten():
     client = Client()
     shared = prompt(1, 320)

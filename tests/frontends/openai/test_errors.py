@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from scripted_model import ScriptedBackend, ScriptedModel
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.engine.errors import EngineDead
 from neso.frontends.openai import OpenAIOptions, check_model_config, create_app, routing
 from neso.frontends.openai.completions import CompletionRequest
 from neso.frontends.openai.errors import ApiError
@@ -22,7 +21,7 @@ from neso.frontends.openai.routing import parse_body
 from neso.generation import InvalidParameter
 from neso.server import backend
 from neso.server.core import Core
-from neso.server.errors import InternalError, Unavailable
+from neso.server.errors import InternalError, Restarting, Unavailable
 from neso.server.options import ServerOptions
 
 COMPLETIONS = "/v1/completions"
@@ -160,13 +159,15 @@ async def test_engine_rejection(client: AsgiClient, script: ScriptedModel) -> No
     check(await client.post(CHAT, HI), 400, "messages")
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(EngineDead("the engine has ended"), 503), (Unavailable("not now"), 503)]
-)
-async def test_dead_engine(client: AsgiClient, script: ScriptedModel, error: Exception, status: int) -> None:
+@pytest.mark.parametrize(("error", "retry"), [(Restarting("not now"), "1"), (Unavailable("not now"), None)])
+async def test_dead_engine(
+    client: AsgiClient, script: ScriptedModel, error: Exception, retry: str | None
+) -> None:
     script.error = error
     for extra in ({}, {"stream": True}):
-        assert str(error) in check(await client.post(CHAT, {**HI, **extra}), status)
+        response = await client.post(CHAT, {**HI, **extra})
+        assert str(error) in check(response, 503)
+        assert response.headers.get("retry-after") == retry
 
 
 @pytest.mark.parametrize("error", [RuntimeError("secret"), KeyError("secret")])

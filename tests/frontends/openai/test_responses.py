@@ -11,11 +11,11 @@ from asgi_client import AsgiClient, AsgiResponse
 from scripted_model import ScriptedModel
 from starlette.applications import Starlette
 
-from neso.engine.errors import EngineDead
 from neso.frontends.openai import OpenAIOptions, create_app
 from neso.frontends.openai.access import AccessOptions, ApiKeys
 from neso.generation import FinishReason, SamplingDefaults
 from neso.server.core import Core
+from neso.server.errors import Unavailable
 
 PATH = "/v1/responses"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -157,7 +157,7 @@ async def test_response_repeats_request_fields(client: AsgiClient) -> None:
 
 
 async def test_error_in_a_stream_is_a_failed_event(client: AsgiClient, script: ScriptedModel) -> None:
-    script.error, script.fail_after = EngineDead("it died"), 1
+    script.error, script.fail_after = Unavailable("it died"), 1
     events = sent_events(await client.post(PATH, body(stream=True)))
     failed = events[-1]
     assert failed["type"] == "response.failed"
@@ -176,12 +176,12 @@ async def test_error_of_a_whole_response_is_a_status(
 
 
 async def test_error_before_the_first_event_is_a_status(client: AsgiClient, script: ScriptedModel) -> None:
-    script.error = EngineDead("it died")
+    script.error = Unavailable("it died")
     assert (await client.post(PATH, body(stream=True))).status == 503
 
 
 async def test_error_in_the_background_is_stored(client: AsgiClient, script: ScriptedModel) -> None:
-    script.error = EngineDead("it died")
+    script.error = Unavailable("it died")
     made = (await client.post(PATH, body(background=True))).json()
     for _ in range(20):
         await asyncio.sleep(0)

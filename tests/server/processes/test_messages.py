@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from neso.generation import GenerationRequest, SamplingParams
-from neso.server.errors import InvalidArgument, Overloaded
+from neso.server.errors import InvalidArgument, NotFound, Overloaded, Restarting, ServerError, Unavailable
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
 from neso.server.processes import messages
@@ -66,7 +66,8 @@ def test_responses():
     assert (read.model_name, read.parameters, read.final, read.error) == ("model", {"p": 1}, True, None)
 
 
-def test_errors_in_responses():
-    response = InferenceResponse("model", "1", error=Overloaded("full"), final=True)
+@pytest.mark.parametrize("kind", [Overloaded, Restarting, Unavailable, NotFound])
+def test_errors_in_responses(kind: type[ServerError]):
+    response = InferenceResponse("model", "1", error=kind("full"), final=True)
     read = messages.unpack_response(messages.decoder.decode(messages.pack_response(3, response)))
-    assert isinstance(read.error, Overloaded) and read.error.message == "full"
+    assert type(read.error) is kind and read.error.message == "full"

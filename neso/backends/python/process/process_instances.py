@@ -17,7 +17,7 @@ from neso.backends.python.process.spawn import Interpreter, find_interpreter
 from neso.backends.python.thread_instances import END_TIMEOUT, InstancePool, Rescheduler, specs_to_add
 from neso.backends.restarts import Restarts, restart_counter
 from neso.server.config.scheduling import InstanceSpec
-from neso.server.errors import ServerError, Unavailable
+from neso.server.errors import Restarting, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ class ProcessInstance:
         self._stopping = False
         self._restarts = Restarts(
             MAX_FAILED_STARTS,
-            restart_counter(server.core.metrics, description.name, description.common["model_version"]),
+            restart_counter(server.metrics),
         )
 
     async def start(self, interpreter: Interpreter) -> None:
@@ -279,7 +279,7 @@ class ProcessInstance:
             self._report_failure(
                 f"Stub process '{self.name}' is not healthy: the process has ended ({reason})"
             )
-            self.queue.extendleft(reversed(running.fail_all(Unavailable(self.reason))))
+            self.queue.extendleft(reversed(running.fail_all(Restarting(self.reason))))
             self._changed()  # other instances can execute the shared work
             restarted = await self._restart(interpreter)
             if restarted is None:

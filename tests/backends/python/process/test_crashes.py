@@ -20,7 +20,7 @@ from neso.backends import restarts
 from neso.backends.python.process import process_instances as instance_module
 from neso.backends.python.process.process_instances import State
 from neso.server.core import Core
-from neso.server.errors import ErrorCode
+from neso.server.errors import ErrorCode, Restarting
 from neso.server.inference_request import InferenceRequest
 from neso.server.options import ServerOptions
 from neso.server.tensor import Tensor
@@ -112,7 +112,7 @@ async def test_crash_fails_the_request_and_restarts_the_instance(start, value):
     model, before = core.model("fragile"), await pid_of(core)
     dying, waiting = send(core, value), send(core, 2)
     error = (await only_response(dying)).error
-    assert error.code is ErrorCode.UNAVAILABLE
+    assert isinstance(error, Restarting) and error.code is ErrorCode.UNAVAILABLE
     assert "Stub process 'fragile_0_0' is not healthy" in error.message and DEATHS[value] in error.message
     assert not model.ready() and not await core.check_model_ready("fragile") and not core.ready()
     response = await only_response(waiting)  # the request queued after it
