@@ -1,7 +1,7 @@
 """Requests per second of the HTTP server, compared to uvicorn with a plain ASGI app.
 
     pip install uvicorn          # not a dependency of the project
-    apt-get install wrk          # without wrk, a small asyncio client is used, which is the bottleneck
+    apt-get install wrk
     python bench/http_server.py [--connections 16] [--seconds 3]
 
 Each server is a process that parses a small JSON body and responds with JSON. Prints requests per second, the server's
@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import contextlib
 import re
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 import orjson
 import uvloop
 from server_process import server_process
-from smoke import parse_arguments, require_module
+from smoke import parse_arguments, require_command, require_module
 
 from neso.frontends.transport.http1 import AsgiServer, HttpServer, HttpServerOptions, Request, Response
 
@@ -110,39 +109,19 @@ def wait_until_up(port: int) -> None:
 
 
 def load(port: int, connections: int, seconds: float) -> float:
-    if shutil.which("wrk"):
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder) / "echo.lua"
-            script.write_text(LUA % BODY.decode())
-            command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "-s", str(script)]
-            text = subprocess.run(
-                [*command, f"http://127.0.0.1:{port}/"], capture_output=True, text=True, check=True
-            ).stdout
-        if "Non-2xx" in text:
-            raise SystemExit(text)
-        found = re.search(r"Requests/sec:\s+([\d.]+)", text)
-        assert found is not None, text
-        return float(found[1])
-    return uvloop.run(load_asyncio(port, connections, seconds))
-
-
-async def load_asyncio(port: int, connections: int, seconds: float) -> float:
-    """Client without wrk: one request at a time on each connection."""
-    request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
-    end = time.perf_counter() + seconds
-    done = 0
-
-    async def client() -> None:
-        nonlocal done
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        while time.perf_counter() < end:
-            writer.write(request)
-            await reader.readuntil(b"}")
-            done += 1
-        writer.close()
-
-    await asyncio.gather(*(client() for _ in range(connections)))
-    return done / seconds
+    """Requests per second that wrk reached."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "echo.lua"
+        script.write_text(LUA % BODY.decode())
+        command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "-s", str(script)]
+        text = subprocess.run(
+            [*command, f"http://127.0.0.1:{port}/"], capture_output=True, text=True, check=True
+        ).stdout
+    if "Non-2xx" in text:
+        raise SystemExit(text)
+    found = re.search(r"Requests/sec:\s+([\d.]+)", text)
+    assert found is not None, text
+    return float(found[1])
 
 
 def main() -> None:
@@ -153,6 +132,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3)
     arguments = parse_arguments(parser, seconds=0.3)
     require_module("uvicorn")
+    require_command("wrk", "wrk")
     print(f"{'':22} {'req/s':>9}  {'ratio':>6}  {'CPU us':>7}  {'ratio':>6}")
     base_rate = base_cpu = 0.0
     for kind in ("uvicorn", "neso", "neso, plain function", "neso, ASGI bridge"):

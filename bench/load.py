@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from neso_server import served
@@ -115,12 +115,23 @@ def run_load(
         per_chunk_usage=True,
         request_timeout=600.0,
     )
-    plan = LoadPlan(concurrency=workload.concurrency, requests=workload.requests)
+    return LoadResult.of(run_requests(options, requests, workload.concurrency))
+
+
+def run_requests(
+    options: EndpointOptions, requests: Sequence[PerfRequest], concurrency: int, *, warm_up: int = 0
+) -> Measurement:
+    """Send all requests once, `concurrency` at a time, after `warm_up` of them that are not counted.
+
+    Raises `RuntimeError` if a request fails.
+    """
+    plan = LoadPlan(concurrency=concurrency, requests=len(requests))
+    before = replace(plan, requests=warm_up) if warm_up else None
     with LoadGenerator(options, requests) as generator:
-        measured = Measurement(generator.run(plan), slos=GOOD)
+        measured = Measurement(generator.run(plan, warm_up=before), slos=GOOD)
     if measured.errors:
-        raise RuntimeError(f"{url}: {measured.errors}")
-    return LoadResult.of(measured)
+        raise RuntimeError(f"{options.models[0]}: {measured.errors}")
+    return measured
 
 
 def one_token_words(checkpoint: Path) -> list[str]:

@@ -4,15 +4,17 @@
     python bench/perf_client.py --tools FOLDER [--requests 20000] [--concurrency 32] [--rounds 3] [--interval-ms 0]
 
 The server is bench/stub_server.py; each response streams 16 tokens. The tools run one after the other in each round.
-Prints medians: requests per second, CPU time of the tool per request and per token event, and its mean TTFT. The CPU
-time is the difference of two runs of different length, which excludes the start of a tool. On a busy machine it is the
-most stable figure. With --url and --model, the tools measure another server.
+Prints medians: requests per second, CPU time of the tool per request and per token event, its mean TTFT, and the CPU
+time of the server per request, whose inverse is the rate that one server process can reach. The CPU time of a tool is
+the difference of two runs of different length, which excludes its start. On a busy machine it is the most stable
+figure. With --url and --model, the tools measure another server.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import signal
@@ -24,9 +26,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+import psutil
 from smoke import parse_arguments
 
 TOKENS = 16
@@ -36,11 +39,16 @@ STUB = Path(__file__).with_name("stub_server.py")
 
 @dataclass(frozen=True)
 class Figures:
-    """Results of one run. `cpu_us`: CPU time of the tool per request, without its start."""
+    """Results of one run.
+
+    `cpu_us`: CPU time of the tool per request, without its start; NaN if the start varied by more than that.
+    `server_us`: CPU time of the server per request, NaN for a server of --url.
+    """
 
     requests_per_second: float
     cpu_us: float
     ttft_ms: float
+    server_us: float
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class Load:
     model: str
     concurrency: int
     folder: Path
+    server: psutil.Process | None
 
 
 Tool = Callable[[Load, int], tuple[float, float]]
@@ -117,10 +126,19 @@ def measure(tool: Tool, load: Load, requests: int) -> Figures:
     """Run a tool twice, with a tenth of the requests and with all."""
     cpu = []
     for number in (requests // 10, requests):
-        before = _children_cpu()
+        before, server_before = _children_cpu(), _server_cpu(load)
         rate, ttft = tool(load, number)
         cpu.append(_children_cpu() - before)
-    return Figures(rate, (cpu[1] - cpu[0]) / (requests - requests // 10) * 1e6, ttft)
+        server = _server_cpu(load) - server_before
+    difference = cpu[1] - cpu[0] if cpu[1] > cpu[0] else math.nan
+    return Figures(rate, difference / (requests - requests // 10) * 1e6, ttft, server / requests * 1e6)
+
+
+def _server_cpu(load: Load) -> float:
+    if load.server is None:
+        return math.nan
+    times = load.server.cpu_times()
+    return float(times.user + times.system)
 
 
 def _children_cpu() -> float:
@@ -130,7 +148,8 @@ def _children_cpu() -> float:
 
 
 @contextmanager
-def stub_server(interval_ms: float) -> Iterator[str]:
+def stub_server(interval_ms: float) -> Iterator[tuple[str, psutil.Process | None]]:
+    """Yield HOST:PORT of the server, and its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -150,7 +169,7 @@ def stub_server(interval_ms: float) -> Iterator[str]:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.05)
-        yield f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{port}", psutil.Process(process.pid)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -171,7 +190,7 @@ def main() -> None:
         "--url", default="", help="HOST:PORT of another server, to compare the tools' figures"
     )
     parser.add_argument("--model", default="stub")
-    arguments = parse_arguments(parser, requests=100, concurrency=4, rounds=1)
+    arguments = parse_arguments(parser, requests=2000, concurrency=4, rounds=1)
     tools: dict[str, Tool] = {"neso perf": neso_perf}
     if arguments.tools:
         found = {"perf_analyzer": (perf_analyzer, "bin/perf_analyzer"), "aiperf": (aiperf, "bin/aiperf")}
@@ -183,19 +202,20 @@ def main() -> None:
     figures: dict[str, list[Figures]] = {name: [] for name in tools}
     for number in range(arguments.rounds):
         for name, tool in tools.items():
-            server = nullcontext(arguments.url) if arguments.url else stub_server(arguments.interval_ms)
-            with server as url, tempfile.TemporaryDirectory() as folder:
-                load = Load(url, arguments.model, arguments.concurrency, Path(folder))
+            given = nullcontext((arguments.url, None))
+            server = given if arguments.url else stub_server(arguments.interval_ms)
+            with server as (url, process), tempfile.TemporaryDirectory() as folder:
+                load = Load(url, arguments.model, arguments.concurrency, Path(folder), process)
                 figures[name].append(measure(tool, load, arguments.requests))
                 print(f"round {number + 1}: {name}: {figures[name][-1]}", file=sys.stderr)
     print(
         f"{'':14} {'req/s':>8} {'ratio':>7} {'CPU us/request':>15} {'us/event':>9} {'ratio':>7} {'TTFT ms':>8}"
+        f" {'server us':>10}"
     )
     base = figures["neso perf"]
     for name, runs in figures.items():
-        rate, cpu, ttft = (
-            statistics.median(getattr(run, field) for run in runs)
-            for field in ("requests_per_second", "cpu_us", "ttft_ms")
+        rate, cpu, ttft, server_us = (
+            statistics.median(getattr(run, field.name) for run in runs) for field in fields(Figures)
         )
         rate_ratio = statistics.median(
             a.requests_per_second / b.requests_per_second for a, b in zip(base, runs, strict=True)
@@ -203,6 +223,7 @@ def main() -> None:
         cpu_ratio = statistics.median(b.cpu_us / a.cpu_us for a, b in zip(base, runs, strict=True))
         print(
             f"{name:14} {rate:8,.0f} {rate_ratio:6.2f}x {cpu:15.1f} {cpu / TOKENS:9.2f} {cpu_ratio:6.2f}x {ttft:8.2f}"
+            f" {server_us:10.1f}"
         )
 
 

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -111,14 +112,19 @@ def run_loop(venv: Path, file: Path) -> Figures:
     return Figures(found["prefill 128"], found["prefill 1024"], found["decode"])
 
 
-def run_llamacpp_server(venv: Path, file: Path, words: list[str]) -> Figures:
-    """Measure llama-cpp-python's server, which accepts prompts as text only."""
+def llamacpp_server(venv: Path, file: Path) -> AbstractContextManager[RunningServer]:
+    """Run llama-cpp-python's server, which accepts prompts as text only and generates for one request at a time."""
     threads = str(os.cpu_count())
     command = [str(venv / "bin" / "python"), "-m", "llama_cpp.server", "--model", str(file)]
     command += ["--port", str(LLAMA_PORT), "--n_threads", threads, "--n_threads_batch", threads]
-    # By default, the server computes logits for every position of a prompt.
-    command += ["--n_batch", "1024", "--logits_all", "false", "--verbose", "false"]
-    with serve("llamacpp", command, f"http://127.0.0.1:{LLAMA_PORT}", "model") as server:
+    # By default, the server computes logits for every position of a prompt, and a new request ends the running one.
+    command += ["--n_batch", "1024", "--logits_all", "false", "--interrupt_requests", "false"]
+    command += ["--verbose", "false"]
+    return serve("llamacpp", command, f"http://127.0.0.1:{LLAMA_PORT}", "model")
+
+
+def run_llamacpp_server(venv: Path, file: Path, words: list[str]) -> Figures:
+    with llamacpp_server(venv, file) as server:
         return measure(server, words)
 
 

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,9 @@ class Records:
         rows = list(records)
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row.arrivals_ns) for row in rows], out=offsets[1:])
-        arrivals = np.fromiter((ns for row in rows for ns in row.arrivals_ns), np.int64, int(offsets[-1]))
+        arrivals = np.fromiter(
+            chain.from_iterable(row.arrivals_ns for row in rows), np.int64, int(offsets[-1])
+        )
         tokens = np.full(len(arrivals), UNKNOWN, np.int32)
         for row, start in zip(rows, offsets, strict=False):
             if row.event_tokens:

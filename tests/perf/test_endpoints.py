@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from stub import StubRequest, response, stream, stub_server
 
 from neso.perf.client.http import HttpTarget
@@ -152,6 +155,34 @@ def test_the_fast_path_reads_an_event_as_the_parser_does(message):
     records = [RequestRecord(output_text=text) for text in (None, "")]  # with text, all events are parsed
     for record in records:
         ServerSentEvents(endpoint_class("chat")(options)).read(event(message), record, 7)
+        record.output_text = None
+    assert records[0] == records[1]
+
+
+_MESSAGES: list[dict[str, Any]] = [
+    {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+    {"choices": [{"delta": {"content": "x"}}]},
+    {"choices": [{"delta": {"reasoning_content": "x"}}]},
+    {"choices": [{"delta": {"content": "x"}}], "usage": {"prompt_tokens": 1, "completion_tokens": 4}},
+    {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 4}},
+]
+
+
+@given(
+    st.lists(
+        st.sampled_from([*map(event, _MESSAGES), b": comment\n\n", b"event: x\r\ndata: {}\r\n\r\n", DONE])
+    ),
+    st.lists(st.integers(1, 200)),
+)
+def test_a_stream_gives_the_same_record_by_the_fast_path(events, sizes):
+    options = EndpointOptions(models=("m",), streaming=True, urls=("x",))
+    data = b"".join(events)
+    cuts = [0, *(cut for cut in accumulate(sizes) if cut < len(data)), len(data)]
+    records = [RequestRecord(output_text=text) for text in (None, "")]  # with text, all events are parsed
+    for record in records:
+        reader = ServerSentEvents(endpoint_class("chat")(options))
+        for now, (start, end) in enumerate(pairwise(cuts), 1):
+            reader.read(data[start:end], record, now)
         record.output_text = None
     assert records[0] == records[1]
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,6 +64,17 @@ def test_workers_share_a_rate(stub):
     result = run(stub, LoadPlan(concurrency=0, rate=500, requests=250), workers=2)
     intended = sorted(result.records.columns["intended_ns"].tolist())
     assert [ns - intended[0] for ns in intended] == [i * 2_000_000 for i in range(250)]
+
+
+def test_a_parent_that_reads_late_gets_all_records():
+    pauses = iter([1.0])  # the worker's messages of this time do not fit into its pipe
+    with stub_process("--tokens", "2000") as stub:
+        result = run(
+            stub,
+            LoadPlan(concurrency=4, requests=100),
+            on_records=lambda _: time.sleep(next(pauses, 0)),
+        )
+    assert len(result.records) == 100 and len(result.records.arrivals_ns) == 200_000
 
 
 def test_a_load_is_measured_until_it_is_stable(stub):

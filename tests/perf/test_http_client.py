@@ -210,6 +210,18 @@ async def test_a_request_without_response_times_out():
     assert record.error_kind == "timeout" and "0.05 s" in record.error_message
 
 
+async def test_each_request_times_out_at_its_own_time():
+    async with stub_server(_silent) as stub:
+        given = options(stub.url, request_timeout=0.2)
+        target = HttpTarget(ChatEndpoint(given), given)
+        first = asyncio.ensure_future(send(target))
+        await asyncio.sleep(0.1)
+        records = await asyncio.gather(first, send(target))
+        await target.close()
+    assert [record.error_kind for record in records] == ["timeout", "timeout"]
+    assert all(record.end_ns - record.start_ns >= 0.19e9 for record in records)
+
+
 async def test_a_cancelled_request_closes_its_connection_and_is_no_error():
     async with stub_server(_silent) as stub:
         target = HttpTarget(ChatEndpoint(options(stub.url)), options(stub.url))

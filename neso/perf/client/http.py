@@ -45,7 +45,9 @@ class HttpTarget:
             f"{name}: {value}\r\n" for name, value in (*endpoint.headers(), *options.header_list)
         )
         self._sticky: dict[str, _Connection] = {}
-        self._active: set[_Connection] = set()
+        self._active: dict[_Connection, float] = {}
+        """Connections with a request in flight and its deadline, in the order of the deadlines."""
+        self._expiry: asyncio.TimerHandle | None = None
 
     async def send(
         self,
@@ -78,18 +80,45 @@ class HttpTarget:
                 connection = await self._connect(server, record)
                 if connection is None:
                     return
-            timeout = self._timeout
-            if cancel_after is not None and cancel_after < timeout:
-                timeout = cancel_after
-            self._active.add(connection)
-            await connection.exchange(data, record, timeout, cancel_after is not None, on_first_output)
-            self._active.discard(connection)
+            await self._exchange(connection, data, record, cancel_after, on_first_output)
             if reused and record.error_kind == "disconnect" and not record.first_byte_ns:
                 # The server closed an idle connection while the request was on its way: send it again.
                 record.error_kind = record.error_message = ""
                 continue
             self._release(server, connection, record)
             return
+
+    async def _exchange(
+        self,
+        connection: _Connection,
+        data: bytes,
+        record: RequestRecord,
+        cancel_after: float | None,
+        on_first_output: OnFirstOutput | None,
+    ) -> None:
+        """Send a request and wait for the end of its response."""
+        done = connection.start(data, record, on_first_output)
+        loop = asyncio.get_running_loop()
+        self._active[connection] = deadline = loop.time() + self._timeout
+        if self._expiry is None:
+            self._expiry = loop.call_at(deadline, self._expire)
+        cancellation = None if cancel_after is None else loop.call_later(cancel_after, connection.cancel)
+        try:
+            await done
+        finally:
+            del self._active[connection]
+            if cancellation is not None:
+                cancellation.cancel()
+
+    def _expire(self) -> None:
+        """Fail the requests whose time is over. One timer for all requests costs less than a timer for each."""
+        loop = asyncio.get_running_loop()
+        self._expiry = None
+        for connection, deadline in list(self._active.items()):
+            if deadline > loop.time():
+                self._expiry = loop.call_at(deadline, self._expire)
+                return
+            connection.time_out(self._timeout)
 
     def _head(self, number: int, model: str) -> bytes:
         head = self._heads.get((number, model))
@@ -136,6 +165,8 @@ class HttpTarget:
             connection.close()
 
     async def close(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
         for connection in (
             *self._sticky.values(),
             *self._active,
@@ -228,29 +259,17 @@ class _Connection(asyncio.Protocol):
         self.on_body = self._parts.append
         self._parser: Any = httptools.HttpResponseParser(self)
 
-    async def exchange(
-        self,
-        data: bytes,
-        record: RequestRecord,
-        timeout: float,
-        is_cancellation: bool,
-        on_first_output: OnFirstOutput | None = None,
-    ) -> None:
-        """Send a request and wait for the end of its response. After `timeout` it fails, or is cancelled."""
+    def start(
+        self, data: bytes, record: RequestRecord, on_first_output: OnFirstOutput | None
+    ) -> asyncio.Future[None]:
+        """Send a request; the result is set when its response is complete or failed."""
         self._record = record
         self._on_first_output = on_first_output
         self._is_stream = self._has_length = self._is_complete = False
-        self._done = self._loop.create_future()
+        self._done = done = self._loop.create_future()
         record.start_ns = time.monotonic_ns()
         self._transport.write(data)
-        if is_cancellation:
-            timer = self._loop.call_later(timeout, self.cancel)
-        else:
-            timer = self._loop.call_later(timeout, self._time_out, timeout)
-        try:
-            await self._done
-        finally:
-            timer.cancel()
+        return done
 
     def cancel(self) -> None:
         """Close the connection and mark the request as cancelled."""
@@ -258,6 +277,10 @@ class _Connection(asyncio.Protocol):
         if record is not None:
             record.cancelled = True
             self._fail("", "")
+
+    def time_out(self, seconds: float) -> None:
+        """Close the connection and fail the request."""
+        self._fail("timeout", f"no complete response within {seconds:g} s")
 
     def close(self) -> None:
         self.usable = False
@@ -348,9 +371,6 @@ class _Connection(asyncio.Protocol):
         self._now = time.monotonic_ns()
         self.close()
         self._end(kind, message)
-
-    def _time_out(self, seconds: float) -> None:
-        self._fail("timeout", f"no complete response within {seconds:g} s")
 
     def _end(self, kind: str, message: str) -> None:
         record, self._record = self._record, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import pickle
 import queue
 import signal
@@ -85,6 +86,8 @@ class _Worker:
         writer = threading.Thread(target=self._write, daemon=True)
         writer.start()
         loop.add_reader(self._connection.fileno(), self._read)
+        # uvloop makes the descriptor non-blocking: a write to a full pipe would fail in the middle of a message.
+        os.set_blocking(self._connection.fileno(), True)
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)

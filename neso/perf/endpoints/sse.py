@@ -5,7 +5,7 @@ from __future__ import annotations
 from neso.perf.endpoints.base import HttpEndpoint
 from neso.perf.records import RequestRecord
 
-_QUOTE = 0x22
+_USAGE = b'"usage":{'
 
 
 class ServerSentEvents:
@@ -19,6 +19,7 @@ class ServerSentEvents:
     def __init__(self, endpoint: HttpEndpoint) -> None:
         self._endpoint = endpoint
         self._key = endpoint.text_key
+        self._empty_text = endpoint.text_key + b'"'
         self._rest = b""
 
     def read(self, data: bytes, record: RequestRecord, now: int) -> None:
@@ -30,22 +31,21 @@ class ServerSentEvents:
             if data[-1:] == b"\r":  # its line feed may follow
                 data, held = data[:-1], b"\r"
             data = data.replace(b"\r\n", b"\n")
-        *events, rest = data.split(b"\n\n")
-        self._rest = rest + held
+        events = data.split(b"\n\n")
+        self._rest = events.pop() + held
         key = self._key if record.output_text is None else b""
         for event in events:
-            if key:
-                position = event.find(key)
-                if (
-                    position > 0
-                    and event[position + len(key)] != _QUOTE
-                    and b'"usage":{' not in event
-                    and event.find(key, position + 1) < 0
-                ):
-                    record.arrivals_ns.append(now)
-                    if not record.first_output_ns:
-                        record.first_output_ns = now
-                    continue
+            if (
+                key
+                and event.count(key) == 1
+                and self._empty_text not in event
+                and _USAGE not in event
+                and event[0] != 0x3A  # a comment
+            ):
+                record.arrivals_ns.append(now)
+                if not record.first_output_ns:
+                    record.first_output_ns = now
+                continue
             content = event_data(event)
             if content and content != b"[DONE]":
                 self._endpoint.event(record, content, now)

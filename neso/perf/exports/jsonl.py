@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,57 +11,100 @@ import orjson
 
 from neso.perf.measurement import Measurement
 from neso.perf.metrics import METRICS
-from neso.perf.records import RequestRecord
+from neso.perf.records import Records
+
+_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
 def write_jsonl(measurement: Measurement, path: Path) -> None:
     """Write the records of all requests without the warm-up, also failed ones, in the order of completion."""
-    ok = measurement.all_records.ok
-    offset = measurement.records.epoch_offset_ns
-    good_row = 0
-    ends = np.cumsum(np.maximum(measurement.num_events - 1, 0)).astype(np.int64)
+    records = measurement.all_records
+    metrics = _metrics(measurement)
     with path.open("wb") as file:
-        for row, record in enumerate(measurement.all_records):
-            metrics: dict[str, Any] = {}
-            if ok[row]:
-                metrics = _metrics(measurement, good_row, ends)
-                good_row += 1
-            line = {"metadata": _metadata(record, offset), "metrics": metrics, "error": _error(record)}
-            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        for ok, metadata, error in zip(
+            records.ok.tolist(), _metadata(records), _errors(records), strict=True
+        ):
+            line = {"metadata": metadata, "metrics": next(metrics) if ok else {}, "error": error}
+            file.write(orjson.dumps(line, option=_OPTIONS))
 
 
-def _metadata(record: RequestRecord, offset: int) -> dict[str, Any]:
-    return {
-        "session_num": record.number,
-        "conversation_id": record.session or None,
-        "turn_index": record.turn,
-        "model": record.model,
-        "adapter": record.adapter or None,
-        "input_index": record.index,
-        "request_intended_ns": record.intended_ns + offset,
-        "request_start_ns": record.start_ns + offset if record.start_ns else None,
-        "request_ack_ns": record.first_byte_ns + offset if record.first_byte_ns else None,
-        "request_end_ns": record.end_ns + offset,
-        "worker_id": f"worker_{record.worker}",
-        "benchmark_phase": "warmup" if record.warm_up else "profiling",
-        "was_cancelled": record.cancelled,
-    }
+def _metadata(records: Records) -> Iterator[dict[str, Any]]:
+    """Yield the metadata of each request. Whole columns become lists first: single elements of arrays are slow."""
+    columns, strings, offset = records.columns, records.strings, records.epoch_offset_ns
+    start_ns, first_byte_ns = columns["start_ns"], columns["first_byte_ns"]
+    rows = zip(
+        columns["number"].tolist(),
+        strings["session"],
+        columns["turn"].tolist(),
+        strings["model"],
+        strings["adapter"],
+        columns["index"].tolist(),
+        (columns["intended_ns"] + offset).tolist(),
+        np.where(start_ns > 0, start_ns + offset, 0).tolist(),
+        np.where(first_byte_ns > 0, first_byte_ns + offset, 0).tolist(),
+        (columns["end_ns"] + offset).tolist(),
+        columns["worker"].tolist(),
+        columns["warm_up"].tolist(),
+        columns["cancelled"].tolist(),
+        strict=True,
+    )
+    for (
+        number,
+        session,
+        turn,
+        model,
+        adapter,
+        index,
+        intended,
+        start,
+        ack,
+        end,
+        worker,
+        warm_up,
+        cancelled,
+    ) in rows:
+        yield {
+            "session_num": number,
+            "conversation_id": session or None,
+            "turn_index": turn,
+            "model": model,
+            "adapter": adapter or None,
+            "input_index": index,
+            "request_intended_ns": intended,
+            "request_start_ns": start or None,
+            "request_ack_ns": ack or None,
+            "request_end_ns": end,
+            "worker_id": f"worker_{worker}",
+            "benchmark_phase": "warmup" if warm_up else "profiling",
+            "was_cancelled": cancelled,
+        }
 
 
-def _metrics(measurement: Measurement, row: int, ends: np.ndarray) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for metric in METRICS:
-        values = measurement.values.get(metric.name)
-        if values is not None and not np.isnan(values[row]):
-            found[metric.name] = {"value": float(values[row]), "unit": metric.unit}
-    start = int(ends[row - 1]) if row else 0
-    gaps = measurement.gaps[start : int(ends[row])]
-    if measurement.streaming and len(gaps):
-        found["inter_chunk_latency"] = {"value": gaps.tolist(), "unit": "ms"}
-    return found
+def _metrics(measurement: Measurement) -> Iterator[dict[str, Any]]:
+    """Yield the metrics of each complete response."""
+    found = [
+        (metric.name, metric.unit, measurement.values[metric.name].tolist())
+        for metric in METRICS
+        if metric.name in measurement.values
+    ]
+    gaps = measurement.gaps if measurement.streaming else np.zeros(0)
+    ends = np.cumsum(np.maximum(measurement.num_events - 1, 0)).astype(np.int64).tolist()
+    start = 0
+    for row, end in enumerate(ends):
+        metrics: dict[str, Any] = {
+            name: {"value": value, "unit": unit}
+            for name, unit, values in found
+            if (value := values[row]) == value  # not NaN: the request has no such value
+        }
+        if len(request_gaps := gaps[start:end]):
+            metrics["inter_chunk_latency"] = {"value": request_gaps, "unit": "ms"}
+        start = end
+        yield metrics
 
 
-def _error(record: RequestRecord) -> dict[str, Any] | None:
-    if not record.error_kind:
-        return None
-    return {"type": record.error_kind, "code": record.status or None, "message": record.error_message}
+def _errors(records: Records) -> Iterator[dict[str, Any] | None]:
+    strings = records.strings
+    for kind, message, status in zip(
+        strings["error_kind"], strings["error_message"], records.columns["status"].tolist(), strict=True
+    ):
+        yield {"type": kind, "code": status or None, "message": message} if kind else None
