@@ -15,6 +15,7 @@ from neso.perf.inputs import open_source, with_extra_inputs
 from neso.perf.inputs.options import InputOptions
 from neso.perf.load.options import LoadOptions
 from neso.perf.load.plan import LoadPlan
+from neso.perf.metrics import parse_slos
 from neso.perf.output_options import OutputOptions
 from neso.perf.records import RunResult
 from neso.perf.requests import InputSource, PerfRequest
@@ -62,6 +63,9 @@ def open_generator(
     endpoint = replace(endpoint, keep_text=endpoint.keep_text or output.keep_text)
     if load.prefill_concurrency and not (endpoint.streaming or endpoint.is_engine):
         raise PerfError("--prefill-concurrency: only with --streaming, else there is no first token")
+    parse_slos(output.goodput)
+    _make_folder(output)
+    inputs = _as_many_as_needed(inputs, load)
     plans = [plan for plan, _ in load.loads()]
     workers = load.workers or max(default_workers(plan.concurrency, plan.rate) for plan in plans)
     with _source(inputs, endpoint) as source, LoadGenerator(endpoint, source, workers=workers) as generator:
@@ -111,6 +115,24 @@ def _bodies(generator: LoadGenerator) -> Iterator[list[bytes]]:
         # A request that cannot be built is a failure of the run; here it would only repeat it.
         with suppress(PerfError, ValueError, KeyError, IndexError, TypeError):
             yield [endpoint.body(request, request.model or options.models[0], []) for request in session]
+
+
+def _make_folder(output: OutputOptions) -> None:
+    """Create the folder of the results, before the load rather than after it. Raises `PerfError`."""
+    try:
+        output.artifact_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PerfError(f"--artifact-dir {output.artifact_dir}: {error.strerror or error}") from None
+
+
+def _as_many_as_needed(inputs: InputOptions, load: LoadOptions) -> InputOptions:
+    """Return the options without the synthetic requests, or sessions, that no run sends."""
+    if load.request_count is None or load.warm_up_duration is not None:
+        return inputs
+    if inputs.input_file is not None or inputs.input_dataset is not None:
+        return inputs
+    number = max(load.request_count, load.warm_up_requests or 0)
+    return replace(inputs, num_entries=min(inputs.num_entries, number))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from neso.perf.measurement import Measurement
 from neso.perf.metrics import parse_slos
 from neso.perf.output_options import OutputOptions
 from neso.perf.records import Records, RequestRecord
+from neso.perf.report.charts import Chart, Limit, Series
 
 STATISTICS = {"avg", "min", "max", "std", "p99", "p95", "p90", "p75", "p50", "p25", "p10", "p5", "p1"}
 GENAI_PERF_CSV = """Metric,avg,min,max,p99,p95,p90,p75,p50,p25,p10,p5,p1
@@ -222,6 +224,19 @@ def test_report_is_self_contained_and_valid(tmp_path):
     assert len(charts) >= 9
     for chart in charts:
         ElementTree.parse(chart)
+
+
+def test_names_of_a_chart_are_inside_it():
+    series = tuple(Series(f'number_of_requests{{model="{i}"}}' * 3, [0, 1], [i, 1]) for i in range(3))
+    text = Chart("t", "x", "y", series, limits=(Limit(0, "p50 0.0324", vertical=True),)).svg()
+    ElementTree.fromstring(text)
+    rows = re.findall(r'<rect x="(\d+)" y="([\d.]+)" width="10"', text)
+    assert [x for x, _ in rows] == ["62"] * 3 and len({y for _, y in rows}) == 3
+    assert "…" in text and re.search(r'text-anchor="start">p50 0.0324<', text)
+
+
+def test_a_line_of_one_point_is_drawn():
+    assert "<circle" in Chart("t", "x", "y", (Series("a", [1], [1]),)).svg()
 
 
 def test_report_of_failures_only_is_written(options):

@@ -20,7 +20,11 @@ from stub_process import StubProcess, stub_process
 from neso.perf.client.generator import LoadGenerator, default_workers
 from neso.perf.endpoints.options import EndpointOptions
 from neso.perf.errors import PerfError
+from neso.perf.inputs.options import InputOptions
+from neso.perf.load.options import LoadOptions
 from neso.perf.load.plan import Arrival, LoadPlan
+from neso.perf.output_options import OutputOptions
+from neso.perf.profile import open_generator
 from neso.perf.records import RunResult
 from neso.perf.requests import PerfRequest
 
@@ -166,6 +170,30 @@ def test_ctrl_c_loses_no_message_of_a_worker(stub, monkeypatch: pytest.MonkeyPat
     assert result.stop_reason == "interrupted" and not result.errors
     numbers = sorted(result.records.columns["number"].tolist())
     assert numbers and numbers == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize(
+    ("load", "output", "message"),
+    [
+        ({"prefill_concurrency": (2,)}, {}, "--prefill-concurrency: only with --streaming"),
+        ({}, {"goodput": ("ttfx:5",)}, "--goodput ttfx:5"),
+        ({}, {"artifact_dir": Path("/dev/null/folder")}, "--artifact-dir /dev/null/folder"),
+    ],
+)
+def test_wrong_options_are_rejected_before_the_load(load, output, message):
+    endpoint = EndpointOptions(models=("m",), urls=("localhost:1",))
+    with (
+        pytest.raises(PerfError, match=message),
+        open_generator(endpoint, LoadOptions(**load), InputOptions(), OutputOptions(**output)),
+    ):
+        pass
+
+
+def test_only_requests_that_are_sent_are_made(stub, tmp_path):
+    load = LoadOptions(request_count=3, warm_up_requests=5)
+    inputs = InputOptions(input_tokens_mean=4)
+    with open_generator(options(stub.url), load, inputs, OutputOptions(artifact_dir=tmp_path)) as generator:
+        assert len(generator.sessions) == 5
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -163,6 +163,8 @@ def test_synthetic_images_have_their_size_and_format(format):
         assert head == f"data:image/{format};base64"
         assert (image.size, image.format.lower()) == ((40, 25), format)
     assert found[0].images != found[1].images
+    with pytest.raises(PerfError, match="at most 100,000,000 pixels"):
+        requests("vision", image_width_mean=20_000, image_height_mean=20_000)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Synthetic images, as data URLs. Needs Pillow (`pip install neso[vision]`)."""
+"""Synthetic images, as data URLs. Needs Pillow (`pip install neso[perf]`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from neso.perf.errors import PerfError
 from neso.perf.inputs.lengths import Lengths
 
 FORMATS = ("png", "jpeg")
+MAX_PIXELS = 100_000_000
+"""Largest synthetic image, which takes 300 MB of memory while it is made."""
 _BLOCK = 16
 """Side of the squares of one colour, in pixels. Uniform images would compress to nothing."""
 
@@ -35,8 +37,13 @@ class ImageMaker:
         try:
             from PIL import Image
         except ImportError:
-            raise PerfError("synthetic images need Pillow: pip install 'neso[vision]'") from None
+            raise PerfError("synthetic images need Pillow: pip install 'neso[perf]'") from None
         width, height = self.width.sample(rng), self.height.sample(rng)
+        if width * height > MAX_PIXELS:
+            raise PerfError(
+                f"--image-width-mean, --image-height-mean: an image of {width} x {height} pixels; "
+                f"at most {MAX_PIXELS:,} pixels are allowed"
+            )
         squares = rng.integers(0, 256, size=(-(-height // _BLOCK), -(-width // _BLOCK), 3), dtype=np.uint8)
         pixels = squares.repeat(_BLOCK, axis=0).repeat(_BLOCK, axis=1)[:height, :width]
         chosen = FORMATS[int(rng.integers(len(FORMATS)))] if self.format == "random" else self.format

@@ -16,6 +16,9 @@ from typing import Literal
 
 WIDTH, HEIGHT = 640, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 44
+_LEGEND_HEIGHT = 20
+_MAX_NAME = 64
+"""Characters of a name in the legend."""
 _MAX_POINTS = 2000
 """Maximum number of points drawn per series. Longer series are sampled evenly."""
 
@@ -28,6 +31,7 @@ font:12px system-ui,-apple-system,"Segoe UI",sans-serif}
 .chart text{fill:var(--muted)}.chart .title{fill:var(--ink);font-weight:600;font-size:14px}
 .chart .grid{stroke:var(--grid);stroke-width:1}.chart .axis{stroke:var(--muted);stroke-width:1}
 .chart .line{fill:none;stroke-width:2;stroke-linejoin:round}.chart .limit{stroke:var(--s6);stroke-dasharray:5 4}
+@media (max-width:640px){.chart{font-size:15px}}
 .chart .range{opacity:.22;stroke:none}.chart .dot{stroke:none}
 """.strip()
 
@@ -173,15 +177,17 @@ class _Drawing:
         named = [series for series in chart.series if series.name]
         if standalone:
             self.top += 26
-        if len(named) > 1:
-            self.top += 20
+        legend = _legend_rows(named) if len(named) > 1 else []
+        legend_top = self.top
+        self.top += _LEGEND_HEIGHT * len(legend)
         parts = [self._grid()]
         for position, series in enumerate(chart.series, 1):
             parts.append(self._series(series, series.color or position))
         parts += [self._limit(limit, row) for row, limit in enumerate(chart.limits)]
         parts.append(_axis_titles(chart.x_label, chart.y_label, self.top))
-        if len(named) > 1:
-            parts.append(self._legend(named))
+        parts += [
+            self._legend(row, legend_top + 8 + _LEGEND_HEIGHT * number) for number, row in enumerate(legend)
+        ]
         if not any(len(series.x) for series in chart.series):
             parts.append(_text(WIDTH / 2, HEIGHT / 2, "no data", "middle"))
         return _document(chart.title, "".join(parts), self.points, standalone)
@@ -212,7 +218,7 @@ class _Drawing:
             return f'<polygon class="range" style="fill:{var}" points="{path}"/>'
         for i in indexes:
             x, y = self.px(series.x[i]), self.py(series.y[i])
-            if series.kind == "points" or (series.kind == "line" and series.marks):
+            if series.kind == "points" or (series.kind == "line" and (series.marks or len(indexes) == 1)):
                 radius = 4 if series.kind == "line" else 2.2
                 parts.append(
                     f'<circle class="dot" style="fill:{var}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>'
@@ -242,22 +248,51 @@ class _Drawing:
         if limit.vertical:
             x = self.px(limit.value)
             line = f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{self.top}" y2="{bottom}"/>'
-            return line + _text(x - 4, self.top + 10 + 14 * row, limit.name, "end")
+            left = x - _text_width(limit.name) > 0
+            return line + _text(
+                x - 4 if left else x + 4, self.top + 10 + 14 * row, limit.name, "end" if left else "start"
+            )
         y = self.py(limit.value)
         line = f'<line class="limit" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
         return line + _text(right, y - 4, limit.name, "end")
 
-    def _legend(self, named: list[Series]) -> str:
-        parts, x, y = [], float(_LEFT), self.top - 12
-        for series in named:
+    def _legend(self, row: list[Series], y: float) -> str:
+        parts, x = [], float(_LEFT)
+        for series in row:
             color = series.color or self.chart.series.index(series) + 1
             parts.append(
                 f'<rect x="{x:.0f}" y="{y - 9}" width="10" height="10" rx="2" '
                 f'style="fill:var(--s{(color - 1) % 6 + 1})"/>'
             )
-            parts.append(_text(x + 15, y, series.name, "start"))
-            x += 30 + 6.6 * len(series.name)
+            parts.append(_text(x + 15, y, _shortened(series.name), "start"))
+            x += _legend_width(series)
         return "".join(parts)
+
+
+def _legend_rows(named: list[Series]) -> list[list[Series]]:
+    """Divide the names of the series into rows that fit the width."""
+    rows: list[list[Series]] = [[]]
+    x = float(_LEFT)
+    for series in named:
+        if rows[-1] and x + _legend_width(series) > WIDTH:
+            rows.append([])
+            x = _LEFT
+        rows[-1].append(series)
+        x += _legend_width(series)
+    return rows
+
+
+def _legend_width(series: Series) -> float:
+    return 30 + _text_width(_shortened(series.name))
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
+
+
+def _text_width(text: str) -> float:
+    """Estimate the width of a text on a narrow page, where it is larger."""
+    return 8.0 * len(text)
 
 
 class _Scale:
