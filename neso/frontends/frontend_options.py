@@ -10,12 +10,13 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from neso.flags import PORT, Flag, FlagGroup, integer, number
+from neso.flags import PORT, Flag, FlagGroup, SameAs, integer, number
 from neso.frontends.header_forwarding import HeaderForwarding
 from neso.frontends.security import GRPC_HEADER_PREFIX, Restrictions, TlsFiles
 from neso.server.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from neso.frontends.kserve.request_limits import RequestLimits
     from neso.frontends.transport.grpc import GrpcServerOptions
     from neso.frontends.transport.http1 import HttpServerOptions
     from neso.frontends.transport.tcp import ConnectionLimits
@@ -160,8 +161,60 @@ class HttpOptions:
             integer(1),
         ),
     ] = 500_000
-    keep_alive_timeout: float = 75.0
-    header_timeout: float = 20.0
+    max_request_members: Annotated[
+        int,
+        Flag(
+            "max-request-tensors",
+            "Maximum number of inputs, outputs and parameters of an infer request; over HTTP, of each.",
+            integer(1),
+            topic="Limits",
+        ),
+    ] = 10_000
+    max_strings: Annotated[
+        int,
+        Flag(
+            "max-tensor-strings",
+            "Maximum number of elements of a BYTES tensor in the binary format.",
+            integer(1),
+            topic="Limits",
+        ),
+    ] = 1_000_000
+    max_head: Annotated[
+        int,
+        Flag(
+            "http-max-header-size",
+            "Maximum size of the request line and headers of a request in bytes.",
+            integer(1024),
+            topic="Limits",
+        ),
+    ] = 64 << 10
+    header_timeout: Annotated[
+        float,
+        Flag(
+            "http-header-timeout-secs",
+            "Seconds in which the headers of a request must arrive, and a TLS handshake must end.",
+            number(0.001),
+            topic="Limits",
+        ),
+    ] = 20.0
+    body_timeout: Annotated[
+        float,
+        Flag(
+            "http-body-timeout-secs",
+            "Longest pause in a request body in seconds; a body may take this long and 1 s per 64 KiB.",
+            number(0.001),
+            topic="Limits",
+        ),
+    ] = 60.0
+    keep_alive_timeout: Annotated[
+        float,
+        Flag(
+            "http-idle-timeout-secs",
+            "Seconds after which a connection without a request is closed.",
+            number(0.001),
+            topic="Limits",
+        ),
+    ] = 75.0
     write_timeout: Annotated[
         float,
         Flag(
@@ -196,6 +249,13 @@ class HttpOptions:
         ),
     ] = None
 
+    @property
+    def request_limits(self) -> RequestLimits:
+        """Limits on infer requests."""
+        from neso.frontends.kserve.request_limits import RequestLimits
+
+        return RequestLimits(self.max_json_values, self.max_request_members, self.max_strings)
+
     def server(self) -> HttpServerOptions:
         """Return the options of the HTTP server. Raises `InvalidArgument` for TLS files that cannot be used."""
         from neso.frontends.kserve.errors import rejection_response
@@ -206,8 +266,10 @@ class HttpOptions:
             self.port,
             max_body=self.max_input_size,
             rejection=lambda rejection: rejection_response(rejection, self.max_input_size),
+            max_head=self.max_head,
             keep_alive_timeout=self.keep_alive_timeout,
             header_timeout=self.header_timeout,
+            body_timeout=self.body_timeout,
             write_timeout=self.write_timeout,
             reuse_port=self.reuse_port,
             tls=None if self.tls is None else self.tls.context("http/1.1"),
@@ -280,6 +342,26 @@ class GrpcOptions:
             integer(1),
         ),
     ] = 1_000_000
+    max_request_members: Annotated[int, SameAs("max-request-tensors")] = 10_000
+    max_strings: Annotated[int, SameAs("max-tensor-strings")] = 1_000_000
+    max_header_bytes: Annotated[
+        int,
+        Flag(
+            "grpc-max-header-size",
+            "Maximum size of the metadata of a call in bytes.",
+            integer(1024, INT_MAX),
+            topic="Limits",
+        ),
+    ] = 16 << 10
+    message_timeout_ms: Annotated[
+        int,
+        Flag(
+            "grpc-message-timeout",
+            "Milliseconds in which a message must arrive, beyond 1 s per 64 KiB.",
+            integer(1),
+            topic="Limits",
+        ),
+    ] = 60_000
     max_streams: Annotated[
         int,
         Flag("grpc-max-concurrent-streams", "Maximum number of calls in flight of a connection.", integer(1)),
@@ -370,6 +452,13 @@ class GrpcOptions:
     ] = 0
 
     @property
+    def request_limits(self) -> RequestLimits:
+        """Limits on infer requests."""
+        from neso.frontends.kserve.request_limits import RequestLimits
+
+        return RequestLimits(self.max_message_values, self.max_request_members, self.max_strings)
+
+    @property
     def address(self) -> str:
         """`host:port`, an IPv6 host in brackets."""
         host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
@@ -384,10 +473,12 @@ class GrpcOptions:
             host=self.host,
             port=self.port,
             max_message=self.max_message_bytes,
+            message_timeout=self.message_timeout_ms / 1000,
             compress_level=_GZIP_LEVELS[self.response_compression],
             reuse_port=self.reuse_port,
             tls=None if self.tls is None else self.tls.context("h2"),
             http2=Http2Options(
+                max_header_list=self.max_header_bytes,
                 write_timeout=self.write_timeout_ms / 1000,
                 max_streams=self.max_streams,
                 max_connection_memory=self.max_connection_memory,

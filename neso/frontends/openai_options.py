@@ -189,6 +189,19 @@ class OpenAIOptions:
     tls: Annotated[TlsFiles | None, FlagGroup(_openai_tls)] = None
     reuse_port: Annotated[bool, SameAs("reuse-http-port")] = False
     max_body_size: Annotated[int, SameAs("http-max-input-size")] = 64 * 1024 * 1024
+    max_json_values: Annotated[
+        int,
+        Flag(
+            "openai-max-json-values",
+            "Maximum number of JSON values of a request; a twentieth of it may be strings, and objects and arrays.",
+            integer(20),
+            topic="Limits",
+        ),
+    ] = 1_000_000
+    max_head: Annotated[int, SameAs("http-max-header-size")] = 64 << 10
+    header_timeout: Annotated[float, SameAs("http-header-timeout-secs")] = 20.0
+    body_timeout: Annotated[float, SameAs("http-body-timeout-secs")] = 60.0
+    keep_alive_timeout: Annotated[float, SameAs("http-idle-timeout-secs")] = 75.0
     write_timeout: Annotated[float, SameAs("http-write-timeout-secs")] = 60.0
     tool_call_parser: Annotated[
         str,
@@ -288,6 +301,10 @@ class OpenAIOptions:
             self.host,
             self.port,
             max_body=self.max_body_size,
+            max_head=self.max_head,
+            header_timeout=self.header_timeout,
+            body_timeout=self.body_timeout,
+            keep_alive_timeout=self.keep_alive_timeout,
             write_timeout=self.write_timeout,
             reuse_port=self.reuse_port,
             tls=None if self.tls is None else self.tls.context("http/1.1"),

@@ -227,8 +227,6 @@ class Tensor:
 MAX_DIMENSIONS = 32
 """Maximum number of dimensions of a tensor: that of numpy's iterators."""
 _MAX_BYTES = 2**63 - 1
-MAX_STRINGS = 1_000_000
-"""Maximum number of elements of a BYTES tensor that a client sends in the binary format."""
 
 
 def element_count(shape: tuple[int, ...], name: str = "") -> int:

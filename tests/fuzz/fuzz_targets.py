@@ -40,6 +40,7 @@ from neso.engine.weights.source import CheckpointError
 from neso.frontends.kserve import grpc_codec, http_codec
 from neso.frontends.kserve.generate import read_generate_request
 from neso.frontends.kserve.http_compression import decompress
+from neso.frontends.kserve.request_limits import RequestLimits
 from neso.frontends.openai.chat.schemas import ChatCompletionRequest
 from neso.frontends.openai.completions import CompletionRequest
 from neso.frontends.openai.errors import ApiError, validation_error
@@ -167,6 +168,7 @@ def hpack(data: bytes) -> None:
 # KServe.
 
 _SHARED_MEMORY = SharedMemory(enabled=False)
+_LIMITS = RequestLimits(values=1_000_000)
 _CONFIG = """
     max_batch_size: 4
     input { name: "A" data_type: TYPE_FP32 dims: [ -1, 2 ] }
@@ -208,7 +210,7 @@ def infer_json(data: bytes) -> None:
     )
     request = Request("POST", b"/", b"", headers, data[1:])
     with suppress(ServerError):
-        inference, _ = http_codec.read_infer_request(request, _MODEL, "", _SHARED_MEMORY)
+        inference, _ = http_codec.read_infer_request(request, _MODEL, "", _SHARED_MEMORY, _LIMITS)
         _MODEL.signature.check(inference)
 
 
@@ -239,8 +241,8 @@ def infer_protobuf(data: bytes) -> None:
     """A `ModelInferRequest`. Padding with an unknown field selects the path for large messages."""
     for message in (data, data + b"\xfa\x7f\x80\x80\x04" + bytes(1 << 16)):
         with suppress(ServerError):
-            infer = grpc_codec.decode_infer_message(*grpc_codec.scan_infer_message(message, 1_000_000)[1:])
-            request, _ = grpc_codec.read_infer_request(infer, _SHARED_MEMORY)
+            infer = grpc_codec.decode_infer_message(*grpc_codec.scan_infer_message(message, _LIMITS)[1:])
+            request, _ = grpc_codec.read_infer_request(infer, _SHARED_MEMORY, _LIMITS)
             _MODEL.signature.check(request)
 
 
@@ -339,7 +341,7 @@ def openai_body(data: bytes) -> None:
     if not data:
         return
     try:
-        parse_body(data[1:], _SCHEMAS[data[0] % len(_SCHEMAS)])
+        parse_body(data[1:], _SCHEMAS[data[0] % len(_SCHEMAS)], 1_000_000)
     except ApiError as error:
         assert error.status == 400 and json.loads(error.body())["error"]["message"]
     except ValidationError as error:  # pragma: no cover: a body that `parse_body` does not convert

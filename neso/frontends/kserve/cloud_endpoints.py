@@ -92,12 +92,12 @@ class CloudFrontend(HttpFrontend):
             self.share(openai)
         self._service = service = KServeService(core)
         self._operations: dict[str, Handler] = {}
-        for route in routes(service, self.http.max_input_size, self.http.max_json_values):
+        for route in routes(service, self.http.max_input_size, self.http.request_limits):
             if route.pattern.startswith("/v2/models/{model}/generate"):
                 self._operations[route.pattern.rsplit("/", 1)[1]] = self.restricted(
                     route.group, route.handler
                 )
-        endpoint = infer(InferEndpoint(service, self.http.max_input_size, self.http.max_json_values))
+        endpoint = infer(InferEndpoint(service, self.http.max_input_size, self.http.request_limits))
         self._operations["infer"] = self.restricted("inference", traced(service, endpoint, endpoint))
 
     def restricted(self, group: str, handler: Handler) -> Handler:
@@ -282,7 +282,7 @@ class VertexAiHttp(CloudFrontend):
         """Return a router of the operations that a POST can be redirected to."""
         redirects = Router()
         allowed = []
-        for route in routes(self._service, self.http.max_input_size, self.http.max_json_values):
+        for route in routes(self._service, self.http.max_input_size, self.http.request_limits):
             if route.pattern.endswith("/infer"):
                 allowed.append((route.pattern, self._operations["infer"]))
             elif (

@@ -27,6 +27,7 @@ from neso.frontends.kserve.grpc_tensors import (
     read_shared_inputs,
     write_parameters,
 )
+from neso.frontends.kserve.request_limits import RequestLimits
 from neso.server.errors import InvalidArgument, ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
@@ -41,10 +42,10 @@ GRPC_STATUSES = {code: grpc.StatusCode[name] for code, (_, name) in STATUSES.ite
 _RAW_OUTPUT_CONTENTS = bytes([6 << 3 | 2])
 _INFER_RESPONSE = bytes([2 << 3 | 2])
 
-_MAX_MESSAGES = 10_000  # inputs, outputs and parameters of a request, and their parts
+_MAX_LOAD_MESSAGES = 10_000  # parameters of a load request, and their parts
 _LARGE_MESSAGE = 64 * 1024  # bytes; protobuf is faster for smaller messages
 _LARGE_TENSOR = 64 * 1024  # bytes; copying is faster than a view for smaller tensors
-INLINE_VALUES = 2 * _MAX_MESSAGES
+INLINE_VALUES = 20_000
 """Messages with more fields and elements are not decoded on the event loop.
 
 A value takes at least one byte, and a nested message two: messages with so few bytes need no scan.
@@ -69,16 +70,17 @@ class InferMessage(NamedTuple):
     raw_inputs: Sequence[bytes]
 
 
-def scan_infer_message(data: bytes, max_values: int) -> ScannedMessage:
+def scan_infer_message(data: bytes, limits: RequestLimits) -> ScannedMessage:
     """Check the number of fields before protobuf creates an object for each. Raises `InvalidArgument`."""
+    most = limits.members, limits.values
     try:
         if len(data) < _LARGE_MESSAGE:
-            return ScannedMessage(_wire.scan_infer_request(data, _MAX_MESSAGES, max_values), data, None)
-        return ScannedMessage(*_wire.split_infer_request(data, _MAX_MESSAGES, max_values))
+            return ScannedMessage(_wire.scan_infer_request(data, *most), data, None)
+        return ScannedMessage(*_wire.split_infer_request(data, *most))
     except OverflowError as error:
         raise InvalidArgument(
-            f"ModelInferRequest has {error}: the limits are {_MAX_MESSAGES} tensors and parameters, and {max_values} "
-            "elements outside raw_input_contents"
+            f"ModelInferRequest has {error}: the limits are {limits.members} tensors and parameters, and "
+            f"{limits.values} elements outside raw_input_contents"
         ) from None
     except ValueError as error:
         raise InvalidArgument(f"malformed ModelInferRequest: {error}") from None
@@ -96,14 +98,14 @@ def decode_infer_message(data: bytes, raw_inputs: list[bytes] | None = None) -> 
 def decode_load_request(data: bytes) -> Any:
     """Parse a `RepositoryModelLoadRequest`. Raises `InvalidArgument`."""
     try:
-        _wire.scan_load_request(data, _MAX_MESSAGES, _MAX_MESSAGES * 8)
+        _wire.scan_load_request(data, _MAX_LOAD_MESSAGES, _MAX_LOAD_MESSAGES * 8)
         return service_pb2.RepositoryModelLoadRequest.FromString(data)
     except (DecodeError, ValueError, OverflowError) as error:
         raise InvalidArgument(f"malformed RepositoryModelLoadRequest: {error}") from None
 
 
 def read_infer_request(
-    infer: InferMessage, shared_memory: SharedMemory
+    infer: InferMessage, shared_memory: SharedMemory, limits: RequestLimits
 ) -> tuple[InferenceRequest, OutputOptions]:
     """Read the request of a message. Raises `ServerError`."""
     message = infer.request
@@ -114,7 +116,7 @@ def read_infer_request(
     if message.outputs:
         read_outputs(message, request, output, shared_memory)
     shared = read_shared_inputs(message, shared_memory)
-    request.inputs = read_inputs(message, infer.raw_inputs, shared)
+    request.inputs = read_inputs(message, infer.raw_inputs, shared, limits.strings)
     if shared:
         request.cacheable = False
         request.shared_inputs = tuple(shared.values())

@@ -69,7 +69,7 @@ class KServeGrpc:
         server = GrpcServer(options.server(), interceptors, self._limits)
         calls = ActiveCalls()
         service = KServeService(self._core, options.header_forwarding)
-        register_methods(service, calls, server, options.max_message_values)
+        register_methods(service, calls, server, options.request_limits)
         try:
             await server.start()
         except (OSError, OverflowError) as error:

@@ -22,6 +22,7 @@ from neso.frontends.kserve.grpc_codec import (
     scan_infer_message,
 )
 from neso.frontends.kserve.grpc_tensors import OutputOptions
+from neso.frontends.kserve.request_limits import RequestLimits
 from neso.frontends.kserve.service import KServeService, finish_trace
 from neso.frontends.transport.grpc import CallbackCall
 from neso.server.errors import Unavailable
@@ -40,14 +41,14 @@ Decoded = tuple[InferMessage, InferenceRequest, OutputOptions]
 class ModelInfer:
     """Handler of ModelInfer: decodes the message and submits the request.
 
-    `max_values`: limit on the fields of a message. Messages with many are decoded in a thread.
+    Messages with many fields are decoded in a thread.
     """
 
-    def __init__(self, service: KServeService, calls: ActiveCalls, max_values: int) -> None:
+    def __init__(self, service: KServeService, calls: ActiveCalls, limits: RequestLimits) -> None:
         self._service = service
         self._calls = calls
-        self._max_values = max_values
-        self._max_unscanned = min(max_values, INLINE_VALUES)
+        self._limits = limits
+        self._max_unscanned = min(limits.values, INLINE_VALUES)
 
     def __call__(self, data: bytes, call: CallbackCall) -> None:
         received_ns = time.monotonic_ns() if self._service.tracing.enabled else 0
@@ -56,7 +57,7 @@ class ModelInfer:
         raw_inputs = None
         try:
             if size > self._max_unscanned:
-                scanned = scan_infer_message(data, self._max_values)
+                scanned = scan_infer_message(data, self._limits)
                 if scanned.values > INLINE_VALUES:
                     self._decode_in_thread(scanned, size, responder, call, received_ns)
                     return
@@ -71,7 +72,7 @@ class ModelInfer:
     ) -> None:
         def read() -> Decoded:
             infer = decode_infer_message(scanned.data, scanned.raw_inputs)
-            return infer, *read_infer_request(infer, self._service.shared_memory)
+            return infer, *read_infer_request(infer, self._service.shared_memory, self._limits)
 
         def start(future: asyncio.Future[Decoded]) -> None:
             self._calls.remove_pending(responder)
@@ -104,7 +105,7 @@ class ModelInfer:
         if received_ns:
             header: Callable[[str], Any] = dict(call.invocation_metadata()).get
             responder.trace = service.start_trace(model.name, header, received_ns, RECEIVE_STAMPS)
-        request, output = read or read_infer_request(infer, service.shared_memory)
+        request, output = read or read_infer_request(infer, service.shared_memory, self._limits)
         request.client, request.input_bytes = call.address, size
         responder.shared = output.shared
         self._calls.add_pending(responder)

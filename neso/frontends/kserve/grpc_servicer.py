@@ -18,6 +18,7 @@ from neso.frontends.kserve.grpc_calls import ActiveCalls, rpc
 from neso.frontends.kserve.grpc_codec import decode_load_request
 from neso.frontends.kserve.grpc_infer import ModelInfer
 from neso.frontends.kserve.grpc_stream import InferStream
+from neso.frontends.kserve.request_limits import RequestLimits
 from neso.frontends.kserve.service import KServeService, parse_load_parameters
 from neso.frontends.transport.grpc import CallbackHandler, GrpcServer
 from neso.server.errors import InvalidArgument
@@ -36,17 +37,19 @@ _LOG_TYPES = {
 }
 
 
-def register_methods(service: KServeService, calls: ActiveCalls, server: GrpcServer, max_values: int) -> None:
-    """Add all methods to a server. `max_values`: limit on the fields of an infer request.
+def register_methods(
+    service: KServeService, calls: ActiveCalls, server: GrpcServer, limits: RequestLimits
+) -> None:
+    """Add all methods to a server.
 
     Methods with large messages receive bytes instead of protobuf messages.
     """
-    servicer = Servicer(service, calls, max_values)
+    servicer = Servicer(service, calls, limits)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
     server.add_registered_method_handlers(
         "inference.GRPCInferenceService",
         {
-            "ModelInfer": CallbackHandler(ModelInfer(service, calls, max_values)),
+            "ModelInfer": CallbackHandler(ModelInfer(service, calls, limits)),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(servicer.ModelStreamInfer),
             "RepositoryModelLoad": grpc.unary_unary_rpc_method_handler(
                 servicer.RepositoryModelLoad,
@@ -60,9 +63,9 @@ def register_methods(service: KServeService, calls: ActiveCalls, server: GrpcSer
 
 
 class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    def __init__(self, service: KServeService, calls: ActiveCalls, max_values: int) -> None:
+    def __init__(self, service: KServeService, calls: ActiveCalls, limits: RequestLimits) -> None:
         self._service = service
-        self._max_values = max_values
+        self._limits = limits
         self.calls = calls
 
     # Health.
@@ -209,7 +212,7 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
 
     @rpc
     async def ModelStreamInfer(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        stream = InferStream(self._service, context, self._max_values)
+        stream = InferStream(self._service, context, self._limits)
         self.calls.on_stop(stream.drain)
         try:
             error = await stream.run(messages)

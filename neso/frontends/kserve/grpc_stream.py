@@ -28,6 +28,7 @@ from neso.frontends.kserve.grpc_codec import (
 )
 from neso.frontends.kserve.grpc_infer import PROTOCOL, RECEIVE_STAMPS
 from neso.frontends.kserve.grpc_tensors import OutputOptions
+from neso.frontends.kserve.request_limits import RequestLimits
 from neso.frontends.kserve.service import KServeService
 from neso.server.errors import InternalError, ServerError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
@@ -45,9 +46,11 @@ class InferStream:
     message on the stream; with the header `triton_grpc_error: true` the first error becomes the status of the RPC.
     """
 
-    def __init__(self, service: KServeService, context: grpc.aio.ServicerContext, max_values: int) -> None:
+    def __init__(
+        self, service: KServeService, context: grpc.aio.ServicerContext, limits: RequestLimits
+    ) -> None:
         self._service = service
-        self._max_values = max_values
+        self._limits = limits
         self._context = context
         self._status_errors = (STATUS_ERRORS_HEADER, "true") in (context.invocation_metadata() or ())
         self._client: str = getattr(context, "address", "")
@@ -102,7 +105,7 @@ class InferStream:
             received_ns = time.monotonic_ns() if service.tracing.enabled else 0
             # Submit here, not in the task: requests of a sequence must reach the model in order.
             try:
-                scanned = scan_infer_message(data, self._max_values)
+                scanned = scan_infer_message(data, self._limits)
                 many = scanned.values > INLINE_VALUES
                 infer = (
                     await decode(decode_infer_message, scanned.data, scanned.raw_inputs)
@@ -111,9 +114,11 @@ class InferStream:
                 )
                 model_name, request_id = infer.request.model_name, infer.request.id
                 if many:
-                    request, output = await decode(read_infer_request, infer, service.shared_memory)
+                    request, output = await decode(
+                        read_infer_request, infer, service.shared_memory, self._limits
+                    )
                 else:
-                    request, output = read_infer_request(infer, service.shared_memory)
+                    request, output = read_infer_request(infer, service.shared_memory, self._limits)
                 request.client, request.input_bytes = self._client, len(data)
                 model = service.find_model(request.model_name, request.model_version)
                 if received_ns:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.shared_memory.regions import BYTE_SIZE, OFFSET, REGION, SharedMemory, SharedMemoryWindow
-from neso.server.tensor import MAX_STRINGS, DataType, Tensor, element_count
+from neso.server.tensor import DataType, Tensor, element_count
 
 EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
 
@@ -96,10 +96,13 @@ def write_parameters(target: MutableMapping[str, Any], parameters: Mapping[str, 
             target[key].string_param = value
 
 
-def read_inputs(message: Any, raw: Sequence[bytes], shared: SharedTensors) -> dict[str, Tensor]:
+def read_inputs(
+    message: Any, raw: Sequence[bytes], shared: SharedTensors, max_strings: int
+) -> dict[str, Tensor]:
     """Read the inputs of a `ModelInferRequest`, by name. Raises `InvalidArgument` naming the input.
 
-    Tensors of fixed-size datatypes are read-only views of the `raw` bytes or of shared memory.
+    Tensors of fixed-size datatypes are read-only views of the `raw` bytes or of shared memory. `max_strings`: limit on
+    the elements of a BYTES tensor there.
     """
     expected = len(message.inputs) - len(shared)
     if raw and len(raw) != expected:
@@ -119,14 +122,14 @@ def read_inputs(message: Any, raw: Sequence[bytes], shared: SharedTensors) -> di
         if shape and min(shape) < 0:
             raise InvalidArgument(f"input '{name}' has a negative dimension in its shape {list(shape)}")
         if name in shared:
-            inputs[name] = shared[name].read(name, datatype, shape, message.model_name)
+            inputs[name] = shared[name].read(name, datatype, shape, max_strings, message.model_name)
         elif not raw:
             inputs[name] = _from_contents(name, datatype, shape, wire)
         elif wire.HasField("contents"):
             _reject_mixed_contents(message)
         else:
             inputs[name] = Tensor.from_wire(
-                name, datatype, shape, next(raw_contents), message.model_name, MAX_STRINGS
+                name, datatype, shape, next(raw_contents), message.model_name, max_strings
             )
     return inputs
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from neso._wire import parse_plain_infer, write_plain_infer
 from neso.frontends.kserve.http_json import (
-    MAX_VALUES,
     read_array_member,
     read_bool,
     read_object,
@@ -24,6 +23,7 @@ from neso.frontends.kserve.http_json import (
     write_json,
     write_values,
 )
+from neso.frontends.kserve.request_limits import RequestLimits
 from neso.frontends.transport.http1 import Request, Response
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
@@ -31,7 +31,7 @@ from neso.server.inference_response import InferenceResponse
 from neso.server.metadata import TensorMetadata
 from neso.server.model import Model
 from neso.server.shared_memory.regions import BYTE_SIZE, OFFSET, REGION, SharedMemory, SharedMemoryWindow
-from neso.server.tensor import MAX_STRINGS, DataType, Tensor, element_count
+from neso.server.tensor import DataType, Tensor, element_count
 
 PlainInfer = tuple[
     str,
@@ -43,8 +43,6 @@ PlainInfer = tuple[
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 HEADER_LENGTH_FIELD = HEADER_LENGTH.lower().encode()
-MAX_MEMBERS = 10_000
-"""Maximum number of inputs, of outputs and of parameters of a request."""
 _EMPTY = memoryview(b"")
 _MAX_DIGITS = 20  # digits of a length; int() raises for thousands of digits
 
@@ -66,28 +64,25 @@ def read_infer_request(
     model: Model,
     version: str,
     shared_memory: SharedMemory,
-    max_values: int = MAX_VALUES,
+    limits: RequestLimits,
 ) -> tuple[InferenceRequest, OutputFormat]:
-    """Decode a request whose body is not compressed. Raises `ServerError`.
-
-    `max_values`: limit on the JSON values of requests that the fast path does not support.
-    """
+    """Decode a request whose body is not compressed. Raises `ServerError`."""
     text: bytes | memoryview
     text, binary = request.body, _EMPTY
     if HEADER_LENGTH_FIELD in request.headers:
         header_length = _header_length(request)
         if header_length == 0:
-            return _read_raw(request.body, model, version), OutputFormat(default=True)
+            return _read_raw(request.body, model, version, limits), OutputFormat(default=True)
         whole = memoryview(request.body)
         text, binary = whole[:header_length], whole[header_length:]
     inference = InferenceRequest(model.name, {}, version)
     output_format = OutputFormat()
     plain = parse_plain_infer(text)
     if plain is not None:
-        _read_plain(plain, inference, output_format, binary)
+        _read_plain(plain, inference, output_format, binary, limits)
         return inference, output_format
-    document = read_object(text, max_values)
-    _check_members(document)
+    document = read_object(text, limits.values)
+    _check_members(document, limits.members)
     if "id" in document:
         inference.id = read_string("id", document["id"])
     if "parameters" in document:
@@ -96,17 +91,17 @@ def read_infer_request(
                 output_format.default = read_bool(name, value)
             else:
                 read_parameter(inference, name, value)
-    _read_inputs(inference, read_array_member(document, "inputs"), binary, shared_memory)
+    _read_inputs(inference, read_array_member(document, "inputs"), binary, shared_memory, limits.strings)
     if "outputs" in document:
         _read_outputs(inference, read_array_member(document, "outputs"), output_format, shared_memory)
     return inference, output_format
 
 
-def _check_members(document: dict[str, Any]) -> None:
+def _check_members(document: dict[str, Any], most: int) -> None:
     for name in ("inputs", "outputs", "parameters"):
         members = document.get(name)
-        if isinstance(members, list | dict) and len(members) > MAX_MEMBERS:
-            raise InvalidArgument(f"'{name}' has {len(members)} members, at most {MAX_MEMBERS} are supported")
+        if isinstance(members, list | dict) and len(members) > most:
+            raise InvalidArgument(f"'{name}' has {len(members)} members, at most {most} are supported")
 
 
 def write_infer_response(response: InferenceResponse, output_format: OutputFormat) -> Response:
@@ -125,10 +120,15 @@ def write_infer_response(response: InferenceResponse, output_format: OutputForma
 
 
 def _read_plain(
-    plain: PlainInfer, inference: InferenceRequest, output_format: OutputFormat, binary: memoryview
+    plain: PlainInfer,
+    inference: InferenceRequest,
+    output_format: OutputFormat,
+    binary: memoryview,
+    limits: RequestLimits,
 ) -> None:
     """Apply the result of `parse_plain_infer`. Raises `InvalidArgument`."""
     inference.id, inputs, outputs, output_format.default = plain
+    _check_members({"inputs": inputs, "outputs": outputs}, limits.members)
     offset = 0
     for name, datatype_name, shape, content in inputs:
         if name in inference.inputs:
@@ -139,7 +139,9 @@ def _read_plain(
         if isinstance(content, bytearray):
             inference.inputs[name] = Tensor(name, datatype, np.ndarray(shape, datatype.dtype, content))
         elif isinstance(content, int):
-            inference.inputs[name] = _read_binary(name, datatype, shape, content, binary[offset:], inference)
+            inference.inputs[name] = _read_binary(
+                name, datatype, shape, content, binary[offset:], inference, limits.strings
+            )
             offset += content
         else:
             elements = np.empty(len(content), np.object_)
@@ -166,7 +168,11 @@ def _header_length(request: Request) -> int:
 
 
 def _read_inputs(
-    inference: InferenceRequest, inputs: list[Any], binary: memoryview, shared_memory: SharedMemory
+    inference: InferenceRequest,
+    inputs: list[Any],
+    binary: memoryview,
+    shared_memory: SharedMemory,
+    max_strings: int,
 ) -> None:
     offset = 0
     for entry in inputs:
@@ -184,12 +190,14 @@ def _read_inputs(
             inference.inputs[name] = read_tensor(name, datatype, shape, read_array_member(entry, "data"))
             continue
         if (shared := _read_shared(name, parameters, shared_memory)) is not None:
-            inference.inputs[name] = shared.read(name, datatype, shape, inference.model_name)
+            inference.inputs[name] = shared.read(name, datatype, shape, max_strings, inference.model_name)
             inference.cacheable = False
             inference.shared_inputs += (shared,)
             continue
         size = read_unsigned("binary_data_size", parameters["binary_data_size"])
-        inference.inputs[name] = _read_binary(name, datatype, shape, size, binary[offset:], inference)
+        inference.inputs[name] = _read_binary(
+            name, datatype, shape, size, binary[offset:], inference, max_strings
+        )
         offset += size
     if len(binary) > offset:
         raise _additional_data(inference)
@@ -206,6 +214,7 @@ def _read_binary(
     size: int,
     binary: memoryview,
     inference: InferenceRequest,
+    max_strings: int,
 ) -> Tensor:
     """Read a tensor from the first `size` bytes of `binary`."""
     if size > len(binary):
@@ -213,7 +222,7 @@ def _read_binary(
             f"unexpected size for input '{name}', expecting {size - len(binary)} additional bytes for model "
             f"'{inference.model_name}'"
         )
-    return Tensor.from_wire(name, datatype, shape, binary[:size], inference.model_name, MAX_STRINGS)
+    return Tensor.from_wire(name, datatype, shape, binary[:size], inference.model_name, max_strings)
 
 
 def _additional_data(inference: InferenceRequest) -> InvalidArgument:
@@ -296,7 +305,7 @@ def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
     return tuple(extents)
 
 
-def _read_raw(body: bytes, model: Model, version: str) -> InferenceRequest:
+def _read_raw(body: bytes, model: Model, version: str, limits: RequestLimits) -> InferenceRequest:
     """Read a body that consists of the only input, with batch size 1."""
     inputs = model.metadata().inputs
     if len(inputs) != 1:
@@ -309,7 +318,7 @@ def _read_raw(body: bytes, model: Model, version: str) -> InferenceRequest:
     dims = spec.shape[1:] if batched else spec.shape
     shape, data = _raw_shape(spec, dims, body)
     shape = (1, *shape) if batched else shape
-    tensor = Tensor.from_wire(spec.name, DataType(spec.datatype), shape, data, model.name, MAX_STRINGS)
+    tensor = Tensor.from_wire(spec.name, DataType(spec.datatype), shape, data, model.name, limits.strings)
     return InferenceRequest(model.name, {spec.name: tensor}, version)
 
 

@@ -9,6 +9,7 @@ from neso.frontends.frontend_options import HttpOptions
 from neso.frontends.kserve.generate import GenerateEndpoint
 from neso.frontends.kserve.http_handlers import HttpHandlers, reject_unnamed_region
 from neso.frontends.kserve.http_infer import InferEndpoint, error_to_response, traced
+from neso.frontends.kserve.request_limits import RequestLimits
 from neso.frontends.kserve.service import KServeService
 from neso.frontends.security import RequiredHeader
 from neso.frontends.transport.http1 import (
@@ -41,10 +42,10 @@ class Route(NamedTuple):
     handler: Handler
 
 
-def routes(service: KServeService, max_input_size: int, max_values: int) -> Iterator[Route]:
-    """Yield all routes. `max_input_size`, `max_values`: see `InferEndpoint`."""
+def routes(service: KServeService, max_input_size: int, limits: RequestLimits) -> Iterator[Route]:
+    """Yield all routes. `max_input_size`: see `InferEndpoint`."""
     handlers = HttpHandlers(service)
-    infer, generate = InferEndpoint(service, max_input_size, max_values), GenerateEndpoint(service)
+    infer, generate = InferEndpoint(service, max_input_size, limits), GenerateEndpoint(service)
     yield Route("GET", "/v2", "metadata", handlers.server_metadata)
     yield Route("GET", "/v2/health/live", "health", handlers.live)
     yield Route("GET", "/v2/health/ready", "health", handlers.ready)
@@ -153,7 +154,7 @@ class KServeHttp(HttpFrontend):
         self.options = options = options or HttpOptions()
         super().__init__(options, limits)
         service = KServeService(core, options.header_forwarding)
-        for route in routes(service, options.max_input_size, options.max_json_values):
+        for route in routes(service, options.max_input_size, options.request_limits):
             required = options.restrictions.get(route.group)
             handler = route.handler if required is None else restrict(route.handler, required)
             self._router.add(route.method, route.pattern, handler)

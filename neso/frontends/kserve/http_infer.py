@@ -24,6 +24,7 @@ from neso.frontends.kserve.http_compression import (
     compress,
     decompress,
 )
+from neso.frontends.kserve.request_limits import RequestLimits
 from neso.frontends.kserve.service import KServeService, finish_trace
 from neso.frontends.transport.http1 import (
     HandlerResult,
@@ -62,13 +63,13 @@ def error_to_response(error: ServerError, headers: Headers = ()) -> Response:
 class InferEndpoint:
     """`POST /v2/models/{model}[/versions/{version}]/infer`.
 
-    `max_input_size`: bytes of a decompressed body. `max_values`: see `read_infer_request`.
+    `max_input_size`: bytes of a decompressed body.
     """
 
-    def __init__(self, service: KServeService, max_input_size: int, max_values: int) -> None:
+    def __init__(self, service: KServeService, max_input_size: int, limits: RequestLimits) -> None:
         self._service = service
         self._max_input_size = max_input_size
-        self._max_values = max_values
+        self._limits = limits
 
     def infer(self, request: Request) -> PendingResponse | Awaitable[Response]:
         """Respond from the model's callback, without a task, unless headers of the request need `infer_async`."""
@@ -82,7 +83,7 @@ class InferEndpoint:
         version = request.params.get("version", "")
         model = self._service.find_unary_model(request.params["model"], version, _API)
         inference, output_format = read_infer_request(
-            request, model, version, self._service.shared_memory, self._max_values
+            request, model, version, self._service.shared_memory, self._limits
         )
         stream = self._submit(request, model, inference)
         pending = _PendingInfer(request, output_format)
@@ -102,7 +103,7 @@ class InferEndpoint:
                 return error_to_response(error, ACCEPTED)
         version = request.params.get("version", "")
         model = self._service.find_unary_model(request.params["model"], version, _API)
-        arguments = (request, model, version, self._service.shared_memory, self._max_values)
+        arguments = (request, model, version, self._service.shared_memory, self._limits)
         if _has_large_json(request):
             inference, output_format = await decode(read_infer_request, *arguments)
         else:

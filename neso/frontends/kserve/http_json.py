@@ -21,8 +21,6 @@ from neso.server.tensor import DataType, Tensor, element_count
 
 _INT64_MAX = (1 << 63) - 1
 _UINT64_MAX = (1 << 64) - 1
-MAX_VALUES = 500_000
-"""Maximum number of values of an infer request that is parsed in Python. Most are parsed by `neso._wire`."""
 MAX_INLINE_VALUES = 100_000
 """Maximum number of values of a body that is parsed on the event loop."""
 _MAX_DEPTH = 100

@@ -161,6 +161,7 @@ class Endpoint:
         self._handler = handler
         self._core = core
         self._max_body_size = options.max_body_size
+        self._max_json_values = options.max_json_values
         self._like_triton = options.triton_compatibility
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -173,9 +174,9 @@ class Endpoint:
                 data = await read_body(scope, receive, self._max_body_size)
                 data = data if data or operation.body_required else b"{}"
                 if len(data) > LARGE_JSON:
-                    body = await decode(parse_body, data, operation.request)
+                    body = await decode(parse_body, data, operation.request, self._max_json_values)
                 else:
-                    body = parse_body(data, operation.request)
+                    body = parse_body(data, operation.request, self._max_json_values)
             except ClientDisconnected:
                 return
             except ApiError as error:
@@ -272,13 +273,13 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-MAX_VALUES, MAX_STRINGS, MAX_CONTAINERS = 1_000_000, 50_000, 50_000
-"""Maximum numbers of JSON values, strings, and objects and arrays in a body: pydantic holds the interpreter lock."""
+def parse_body(body: bytes, schema: type[Body], max_values: int) -> Body:
+    """Validate a JSON body. Raises `ApiError` 400 naming the invalid field, or if it has too many values.
 
-
-def parse_body(body: bytes, schema: type[Body]) -> Body:
-    """Validate a JSON body. Raises `ApiError` 400 naming the invalid field."""
-    _check_counts(body)
+    A twentieth of `max_values` may be strings, and objects and arrays, because pydantic holds the interpreter lock and
+    takes longer for them.
+    """
+    _check_counts(body, max_values)
     values = None
     if len(body) > LARGE_JSON:
         # Two steps, because each holds the interpreter lock. They also take half the time of one for a million tokens.
@@ -292,15 +293,16 @@ def parse_body(body: bytes, schema: type[Body]) -> Body:
         raise validation_error(error) from None
 
 
-def _check_counts(body: bytes) -> None:
+def _check_counts(body: bytes, max_values: int) -> None:
     """Count the values outside strings. Raises `ApiError`."""
-    if len(body) <= MAX_CONTAINERS:
+    max_parts = max_values // 20
+    if len(body) <= max_parts:
         return
-    values, strings, containers = count_json(body, MAX_VALUES)
+    values, strings, containers = count_json(body, max_values)
     for kind, count, most in (
-        ("strings", strings, MAX_STRINGS),
-        ("values", values, MAX_VALUES),
-        ("objects and arrays", containers, MAX_CONTAINERS),
+        ("strings", strings, max_parts),
+        ("values", values, max_values),
+        ("objects and arrays", containers, max_parts),
     ):
         if count > most:
             raise ApiError(400, f"The body has more than {most} {kind}.")

@@ -23,7 +23,7 @@ from neso.server.errors import (
     Unsupported,
 )
 from neso.server.shared_memory.cuda import CudaDriver, CudaRegion
-from neso.server.tensor import MAX_STRINGS, DataType, Tensor
+from neso.server.tensor import DataType, Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +53,20 @@ class SharedMemoryWindow:
     offset: int
     byte_size: int
 
-    def read(self, name: str, datatype: DataType, shape: tuple[int, ...], model: str = "") -> Tensor:
-        """Read a tensor in the binary tensor format. Raises `InvalidArgument` if the size does not match the shape.
+    def read(
+        self,
+        name: str,
+        datatype: DataType,
+        shape: tuple[int, ...],
+        max_strings: int | None = None,
+        model: str = "",
+    ) -> Tensor:
+        """Read a tensor in the binary tensor format. Raises `InvalidArgument`, see `Tensor.from_wire`.
 
         Fixed-size types are read-only views of host memory; client writes during the request are visible.
         """
         data = self.region.read(self.offset, self.byte_size)
-        tensor = Tensor.from_wire(name, datatype, shape, data, model, MAX_STRINGS)
+        tensor = Tensor.from_wire(name, datatype, shape, data, model, max_strings)
         if tensor.array.flags.aligned:
             return tensor
         return replace(tensor, array=tensor.array.copy())  # some backends require aligned arrays

@@ -302,13 +302,13 @@ async def test_long_text_is_tokenized_in_a_thread(
 )
 def test_number_of_values_is_limited(body: bytes, message: str) -> None:
     with pytest.raises(ApiError) as caught:
-        parse_body(body, CompletionRequest)
+        parse_body(body, CompletionRequest, 1_000_000)
     assert caught.value.status == 400 and caught.value.message == message
 
 
 def test_values_in_strings_are_not_counted() -> None:
     text = '[1,{"a\\\\":2},' * 200_000
-    assert parse_body(json.dumps({"model": "m", "prompt": text}).encode(), CompletionRequest).prompt == text
+    assert parse_body(json.dumps({"model": "m", "prompt": text}).encode(), CompletionRequest, 1_000_000).prompt == text
 
 
 def test_only_the_first_invalid_item_of_a_list_is_reported() -> None:
@@ -336,7 +336,7 @@ def test_only_the_first_invalid_item_of_a_list_is_reported() -> None:
 def test_large_bodies_are_validated_like_small_ones(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     def result() -> object:
         try:
-            return parse_body(body, CompletionRequest).model_dump()
+            return parse_body(body, CompletionRequest, 1_000_000).model_dump()
         except ApiError as error:
             return error.message
 

@@ -35,9 +35,7 @@ logger = logging.getLogger("neso.frontends.transport.grpc")
 
 _LARGE = 64 << 10  # bytes; larger messages are not copied to join them with their prefix
 
-# Time for a message to arrive after its first byte: a fixed part, and one for its length.
-_MESSAGE_TIMEOUT = 60.0  # seconds
-_MIN_RATE = 64 << 10  # bytes per second
+_MIN_RATE = 64 << 10  # bytes per second at which a message must arrive, beyond `message_timeout`
 
 
 class Call:
@@ -55,6 +53,7 @@ class Call:
         "_compress_level",
         "_deadline_timer",
         "_message",
+        "_message_timeout",
         "_message_timer",
         "_reader",
         "_response_headers",
@@ -70,6 +69,7 @@ class Call:
         self.headers = headers
         self._reader = MessageReader(headers.encoding, max_message)
         self._compress_level = options.compress_level if headers.accepts_gzip else None
+        self._message_timeout = options.message_timeout
         # None after they are sent.
         self._response_headers: bytes | None = (
             RESPONSE_HEADERS if self._compress_level is None else GZIP_RESPONSE_HEADERS
@@ -153,7 +153,7 @@ class Call:
         if missing:
             if self._message_timer is None:
                 self._message_timer = asyncio.get_running_loop().call_later(
-                    _MESSAGE_TIMEOUT + self._reader.size / _MIN_RATE, self._on_message_timeout
+                    self._message_timeout + self._reader.size / _MIN_RATE, self._on_message_timeout
                 )
             try:
                 self._stream.expect(missing)

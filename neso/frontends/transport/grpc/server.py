@@ -41,13 +41,15 @@ _INFLATE_THREADS = 2  # large messages that are decompressed at the same time
 @dataclass(frozen=True, slots=True)
 class GrpcServerOptions:
     """`max_message`: bytes of a message, also when decompressed. `max_parsed_message`: the same for methods with a
-    deserializer, which runs on the event loop. `compress_level`: gzip level of responses, None: uncompressed.
+    deserializer, which runs on the event loop. `message_timeout`: seconds for a message to arrive after its first byte,
+    beyond the time for its length. `compress_level`: gzip level of responses, None: uncompressed.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     max_message: int = 64 << 20
     max_parsed_message: int = 256 << 10
+    message_timeout: float = 60.0
     compress_level: int | None = None
     reuse_port: bool = False
     tls: ssl.SSLContext | None = None

@@ -10,6 +10,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from neso import _wire
 from neso.frontends.kserve.grpc_codec import decode_infer_message, decode_load_request, scan_infer_message
+from neso.frontends.kserve.request_limits import RequestLimits
 from neso.server.errors import InvalidArgument
 
 ANY = 2**62
@@ -116,7 +117,7 @@ def test_counts(inputs, parameters, elements, strings):
 @pytest.mark.parametrize("size", [5, 548, 65 << 10, 1 << 20])
 def test_long_varints(size):
     with pytest.raises(InvalidArgument, match="malformed ModelInferRequest"):
-        decode_infer_message(*scan_infer_message(b"\xff" * size, ANY)[1:])
+        decode_infer_message(*scan_infer_message(b"\xff" * size, RequestLimits())[1:])
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -126,7 +127,7 @@ def test_limits_name_the_option_that_raises_them(small):
     with pytest.raises(
         InvalidArgument, match=r"too many fields and elements: the limits are .* 1000 elements"
     ):
-        scan_infer_message(message.SerializeToString(), 1000)
+        scan_infer_message(message.SerializeToString(), RequestLimits(values=1000))
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(0, 20))
@@ -142,7 +143,7 @@ def test_messages_have_no_more_values_than_bytes(elements, parameters):
 def test_large_messages_are_split():
     message = pb.ModelInferRequest(model_name="m", raw_input_contents=[b"a" * 70_000, b"", b"b" * 70_000])
     message.inputs.add(name="IN", shape=[3])
-    scanned = scan_infer_message(message.SerializeToString(), 1000)
+    scanned = scan_infer_message(message.SerializeToString(), RequestLimits(values=1000))
     assert len(scanned.data) < 100
     infer = decode_infer_message(scanned.data, scanned.raw_inputs)
     assert list(infer.raw_inputs) == list(message.raw_input_contents)

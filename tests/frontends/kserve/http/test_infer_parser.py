@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from neso import _wire
 from neso._wire import parse_plain_infer
 from neso.frontends.kserve import http_codec
+from neso.frontends.kserve.request_limits import RequestLimits
 from neso.frontends.transport.http1 import Request
 from neso.server.errors import ServerError
 from neso.server.shared_memory.regions import SharedMemory
@@ -82,8 +83,11 @@ def read(body: bytes, *, plain: bool, header_length: int | None = None) -> Any:
     parse = http_codec.parse_plain_infer
     if not plain:
         http_codec.parse_plain_infer = lambda text: None
+    model: Any = Model()
     try:
-        inference, output_format = http_codec.read_infer_request(request, Model(), "", SharedMemory(False))  # type: ignore[arg-type]
+        inference, output_format = http_codec.read_infer_request(
+            request, model, "", SharedMemory(False), RequestLimits()
+        )
     except ServerError as error:
         return error.message
     finally:
@@ -198,7 +202,8 @@ def test_text_and_binary_data_take_the_fast_path() -> None:
 def test_inputs_are_writable() -> None:
     body = {"inputs": [{"name": "A", "shape": [2], "datatype": "INT32", "data": [1, 2]}]}
     request = Request("POST", b"/", b"", {}, orjson.dumps(body))
-    inference, _ = http_codec.read_infer_request(request, Model(), "", SharedMemory(False))  # type: ignore[arg-type]
+    model: Any = Model()
+    inference, _ = http_codec.read_infer_request(request, model, "", SharedMemory(False), RequestLimits())
     assert inference.inputs["A"].array.flags.writeable
 
 

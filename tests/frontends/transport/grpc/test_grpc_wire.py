@@ -145,9 +145,8 @@ async def test_decompressed_messages_count_as_memory(serve, path):
 
 @pytest.mark.parametrize("path", ["/t.Test/Echo", "/t.Test/Callback", "/t.Test/Chat"])
 async def test_message_that_does_not_arrive_in_time(serve, path, monkeypatch):
-    monkeypatch.setattr("neso.frontends.transport.grpc.call._MESSAGE_TIMEOUT", 0.05)
     monkeypatch.setattr("neso.frontends.transport.grpc.call._MIN_RATE", 1 << 30)
-    server = await serve()
+    server = await serve(message_timeout=0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     client = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
     client.initiate_connection()
