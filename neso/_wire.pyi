@@ -22,12 +22,21 @@ def parse_plain_infer(
         list[tuple[str, bool]] | None,
         bool,
     ]
+    | tuple[
+        str,
+        list[tuple[str, str, tuple[int, ...], bytearray | list[bytes] | int]],
+        list[tuple[str, bool]] | None,
+        bool,
+        bytes,
+    ]
     | None
 ):
-    """(id, inputs, outputs, binary by default) of the JSON of a simple infer request.
+    """(id, inputs, outputs, binary by default[, others]) of the JSON of an infer request.
 
     An input is (name, datatype, shape, content). `content`: a bytearray of the elements in row-major order, a list of
-    `bytes` for BYTES, or the int `binary_data_size`. An output is (name, binary). None for anything else, valid or not.
+    `bytes` for BYTES, or the int `binary_data_size`. An output is (name, binary). `others`, if there are any: JSON of
+    an object with those of the members `outputs` and `parameters` that have anything else, to be used instead. None if
+    an input has anything else, valid or not.
     """
 
 def count_json(json: bytes | memoryview, stop: int) -> tuple[int, int, int]:

@@ -7,7 +7,9 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace neso::wire {
@@ -28,6 +30,20 @@ struct Shape {
     std::size_t rank = 0;
     std::int64_t count = 1;
 };
+
+// Returns the position after the quote that ends a string, or `end`.
+const char* end_of_string(const char* start, const char* end) {
+    const char* at = start;
+    while (at != end) {
+        const auto* quote = static_cast<const char*>(std::memchr(at, '"', static_cast<std::size_t>(end - at)));
+        if (quote == nullptr) break;
+        const char* before = quote;
+        while (before != start && before[-1] == '\\') --before;
+        at = quote + 1;
+        if ((quote - before) % 2 == 0) return at;
+    }
+    return end;
+}
 
 // Reads JSON from left to right. Methods return false or null for text that the fast path does not support.
 class Reader {
@@ -117,6 +133,37 @@ class Reader {
             if (!string(name) || !take(':') || !each(name)) return false;
         } while (take(','));
         return take('}');
+    }
+
+    // Passes over an object or an array without checking it. `out`: its text.
+    bool skip_value(std::string_view& out) {
+        skip();
+        const char* start = at_;
+        std::size_t level = 0;
+        do {
+            if (at_ == end_) return false;
+            const char c = *at_++;
+            if (c == '{' || c == '[') {
+                ++level;
+            } else if (level == 0) {
+                return false;
+            } else if (c == '}' || c == ']') {
+                --level;
+            } else if (c == '"') {
+                at_ = end_of_string(at_, end_);
+            }
+        } while (level != 0);
+        out = std::string_view(start, static_cast<std::size_t>(at_ - start));
+        return true;
+    }
+
+    // Calls `read()`. If it returns false, passes over the object or array that it could not read; `out`: its text.
+    template <typename Read>
+    bool read_or_skip(Read read, std::string_view& out) {
+        const char* start = at_;
+        if (read()) return true;
+        at_ = start;
+        return skip_value(out);
     }
 
     std::size_t remaining() const { return static_cast<std::size_t>(end_ - at_); }
@@ -275,20 +322,6 @@ Reference as_tuple(const Shape& shape) {
     return tuple;
 }
 
-// Returns the position after the quote that ends a string, or `end`.
-const char* end_of_string(const char* start, const char* end) {
-    const char* at = start;
-    while (at != end) {
-        const auto* quote = static_cast<const char*>(std::memchr(at, '"', static_cast<std::size_t>(end - at)));
-        if (quote == nullptr) break;
-        const char* before = quote;
-        while (before != start && before[-1] == '\\') --before;
-        at = quote + 1;
-        if ((quote - before) % 2 == 0) return at;
-    }
-    return end;
-}
-
 bool append(const Reference& list, Reference item) { return item && PyList_Append(list.get(), item.get()) == 0; }
 
 // Marks a member as seen; false if it is repeated.
@@ -302,7 +335,7 @@ bool read_input(Reader& reader, const Reference& inputs) {
     enum Member : unsigned { kName, kDatatype, kShape, kContent, kParameters };
     unsigned seen = 0;
     Reference name, datatype, content;
-    std::string_view datatype_text;
+    std::string_view datatype_text, early_data;
     Shape shape;
     const bool good = reader.object([&](std::string_view member) {
         std::string_view value;
@@ -312,9 +345,10 @@ bool read_input(Reader& reader, const Reference& inputs) {
             return first_time(seen, kDatatype) && reader.string(datatype_text) && (datatype = text(datatype_text));
         if (member == "shape") return first_time(seen, kShape) && read_shape(reader, shape);
         if (member == "data") {
+            if (!first_time(seen, kContent)) return false;
             // Elements can be read only when their datatype and shape are known.
             constexpr unsigned known = (1u << kDatatype) | (1u << kShape);
-            if ((seen & known) != known || !first_time(seen, kContent)) return false;
+            if ((seen & known) != known) return reader.skip_value(early_data);
             content = read_data(reader, datatype_text, shape);
             return static_cast<bool>(content);
         }
@@ -326,7 +360,13 @@ bool read_input(Reader& reader, const Reference& inputs) {
             return static_cast<bool>(content);
         });
     });
-    if (!good || !name || !datatype || !content || !(seen & (1u << kShape))) return false;
+    if (!good || !name || !datatype || !(seen & (1u << kShape))) return false;
+    if (!early_data.empty()) {
+        Reader data(early_data);
+        content = read_data(data, datatype_text, shape);
+        if (!data.at_end()) return false;
+    }
+    if (!content) return false;
     Reference extents = as_tuple(shape);
     if (!extents) return false;
     return append(inputs, Reference(PyTuple_Pack(4, name.get(), datatype.get(), extents.get(), content.get())));
@@ -353,6 +393,7 @@ PyObject* parse_plain_infer(std::string_view json) {
     enum Member : unsigned { kId, kInputs, kOutputs, kParameters };
     unsigned seen = 0;
     bool binary_by_default = false;
+    std::string_view other_outputs, other_parameters;
     Reader reader(json);
     Reference id = text(""), inputs(PyList_New(0)), outputs(PyList_New(0));
     const bool good = id && inputs && outputs && reader.object([&](std::string_view member) {
@@ -360,16 +401,31 @@ PyObject* parse_plain_infer(std::string_view json) {
         if (member == "id") return first_time(seen, kId) && reader.string(value) && (id = text(value));
         if (member == "inputs")
             return first_time(seen, kInputs) && reader.array([&] { return read_input(reader, inputs); });
-        if (member == "outputs")
-            return first_time(seen, kOutputs) && reader.array([&] { return read_output(reader, outputs); });
-        return member == "parameters" && first_time(seen, kParameters) && reader.object([&](std::string_view parameter) {
-            return parameter == "binary_data_output" && reader.boolean(binary_by_default);
-        });
+        if (member == "outputs") {
+            const auto read = [&] { return reader.array([&] { return read_output(reader, outputs); }); };
+            return first_time(seen, kOutputs) && reader.read_or_skip(read, other_outputs);
+        }
+        const auto read = [&] {
+            return reader.object([&](std::string_view parameter) {
+                return parameter == "binary_data_output" && reader.boolean(binary_by_default);
+            });
+        };
+        return member == "parameters" && first_time(seen, kParameters) && reader.read_or_skip(read, other_parameters);
     });
     PyObject* result = nullptr;
     if (good && reader.at_end() && (seen & (1u << kInputs))) {
         PyObject* chosen = seen & (1u << kOutputs) ? outputs.get() : Py_None;
-        result = PyTuple_Pack(4, id.get(), inputs.get(), chosen, binary_by_default ? Py_True : Py_False);
+        PyObject* by_default = binary_by_default ? Py_True : Py_False;
+        std::string rest;
+        for (const auto& [name, value] : {std::pair("outputs", other_outputs), {"parameters", other_parameters}}) {
+            if (value.empty()) continue;
+            rest.append(rest.empty() ? "{\"" : ",\"").append(name).append("\":").append(value);
+        }
+        if (rest.empty()) {
+            result = PyTuple_Pack(4, id.get(), inputs.get(), chosen, by_default);
+        } else if (Reference others = bytes(rest.append("}"))) {
+            result = PyTuple_Pack(5, id.get(), inputs.get(), chosen, by_default, others.get());
+        }
     }
     if (result == nullptr) PyErr_Clear();
     return result;

@@ -33,13 +33,10 @@ from neso.server.model import Model
 from neso.server.shared_memory.regions import BYTE_SIZE, OFFSET, REGION, SharedMemory, SharedMemoryWindow
 from neso.server.tensor import DataType, Tensor, element_count
 
-PlainInfer = tuple[
-    str,
-    list[tuple[str, str, tuple[int, ...], bytearray | list[bytes] | int]],
-    list[tuple[str, bool]] | None,
-    bool,
-]
-"""Result of `parse_plain_infer`: id, inputs, outputs, `binary_by_default`."""
+PlainInputs = list[tuple[str, str, tuple[int, ...], bytearray | list[bytes] | int]]
+PlainOutputs = list[tuple[str, bool]] | None
+PlainInfer = tuple[str, PlainInputs, PlainOutputs, bool] | tuple[str, PlainInputs, PlainOutputs, bool, bytes]
+"""Result of `parse_plain_infer`: id, inputs, outputs, `binary_by_default`, JSON of other outputs and parameters."""
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 HEADER_LENGTH_FIELD = HEADER_LENGTH.lower().encode()
@@ -78,23 +75,42 @@ def read_infer_request(
     inference = InferenceRequest(model.name, {}, version)
     output_format = OutputFormat()
     plain = parse_plain_infer(text)
-    if plain is not None:
-        _read_plain(plain, inference, output_format, binary, limits)
-        return inference, output_format
-    document = read_object(text, limits.values)
-    _check_members(document, limits.members)
-    if "id" in document:
-        inference.id = read_string("id", document["id"])
+    document = _read_others(plain, limits) if plain is not None else None
+    if plain is None or document is None:
+        plain = None
+        document = read_object(text, limits.values)
+        _check_members(document, limits.members)
+        if "id" in document:
+            inference.id = read_string("id", document["id"])
+    else:
+        inference.id, inputs, outputs, output_format.default = plain[:4]
+        _check_members({"inputs": inputs, "outputs": outputs, **document}, limits.members)
     if "parameters" in document:
         for name, value in read_object_member("parameters", document["parameters"]).items():
             if name == "binary_data_output":
                 output_format.default = read_bool(name, value)
             else:
                 read_parameter(inference, name, value)
-    _read_inputs(inference, read_array_member(document, "inputs"), binary, shared_memory, limits.strings)
+    if plain is None:
+        _read_inputs(inference, read_array_member(document, "inputs"), binary, shared_memory, limits.strings)
+    else:
+        _read_plain_inputs(inputs, inference, binary, limits.strings)
     if "outputs" in document:
         _read_outputs(inference, read_array_member(document, "outputs"), output_format, shared_memory)
+    elif plain is not None and outputs is not None:
+        output_format.binary = dict(outputs)
+        inference.requested_outputs = tuple([name for name, _ in outputs])
     return inference, output_format
+
+
+def _read_others(plain: PlainInfer, limits: RequestLimits) -> dict[str, Any] | None:
+    """Return the outputs and parameters that were not read natively. None if they are invalid."""
+    if len(plain) == 4:
+        return {}
+    try:
+        return read_object(plain[4], limits.values)
+    except InvalidArgument:
+        return None  # the message is about the whole document
 
 
 def _check_members(document: dict[str, Any], most: int) -> None:
@@ -119,16 +135,10 @@ def write_infer_response(response: InferenceResponse, output_format: OutputForma
     return _write_in_python(response, output_format)
 
 
-def _read_plain(
-    plain: PlainInfer,
-    inference: InferenceRequest,
-    output_format: OutputFormat,
-    binary: memoryview,
-    limits: RequestLimits,
+def _read_plain_inputs(
+    inputs: PlainInputs, inference: InferenceRequest, binary: memoryview, max_strings: int
 ) -> None:
-    """Apply the result of `parse_plain_infer`. Raises `InvalidArgument`."""
-    inference.id, inputs, outputs, output_format.default = plain
-    _check_members({"inputs": inputs, "outputs": outputs}, limits.members)
+    """Apply the inputs that `parse_plain_infer` returned. Raises `InvalidArgument`."""
     offset = 0
     for name, datatype_name, shape, content in inputs:
         if name in inference.inputs:
@@ -140,7 +150,7 @@ def _read_plain(
             inference.inputs[name] = Tensor(name, datatype, np.ndarray(shape, datatype.dtype, content))
         elif isinstance(content, int):
             inference.inputs[name] = _read_binary(
-                name, datatype, shape, content, binary[offset:], inference, limits.strings
+                name, datatype, shape, content, binary[offset:], inference, max_strings
             )
             offset += content
         else:
@@ -149,9 +159,6 @@ def _read_plain(
             inference.inputs[name] = Tensor(name, datatype, elements.reshape(shape))
     if len(binary) > offset:
         raise _additional_data(inference)
-    if outputs is not None:
-        output_format.binary = dict(outputs)
-        inference.requested_outputs = tuple([name for name, _ in outputs])
 
 
 def _header_length(request: Request) -> int:

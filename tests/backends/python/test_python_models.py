@@ -380,6 +380,21 @@ async def test_finalize_runs_and_threads_end(serve, tmp_path):
             assert not thread.is_alive()
 
 
+async def test_model_imports_its_own_file_by_name(serve):
+    code = (
+        HEAD
+        + """
+    value = 3
+    def execute(self, requests):
+        import model
+        return [tell(model.TritonPythonModel.value)]
+"""
+    )
+    (response,) = await collect(send_request(await serve(code, TEXT_OUT)))
+    assert response.error is None, response.error
+    assert response.output("OUT").strings() == ["3"]
+
+
 async def test_models_have_isolated_modules(serve):
     code = (
         "import lib.deep, random\nfrom helper import VALUE\nfrom .helper import VALUE as SAME\n"

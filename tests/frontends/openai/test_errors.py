@@ -308,7 +308,10 @@ def test_number_of_values_is_limited(body: bytes, message: str) -> None:
 
 def test_values_in_strings_are_not_counted() -> None:
     text = '[1,{"a\\\\":2},' * 200_000
-    assert parse_body(json.dumps({"model": "m", "prompt": text}).encode(), CompletionRequest, 1_000_000).prompt == text
+    assert (
+        parse_body(json.dumps({"model": "m", "prompt": text}).encode(), CompletionRequest, 1_000_000).prompt
+        == text
+    )
 
 
 def test_only_the_first_invalid_item_of_a_list_is_reported() -> None:

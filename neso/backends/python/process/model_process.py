@@ -126,6 +126,7 @@ class ModelProcess(asyncio.Protocol):
                 if isinstance(message, Release):
                     for offset in message.offsets:
                         self.codec.own.release(offset)
+                    self.codec.own.trim()
                 else:
                     self._received(message)
         except (pickle.UnpicklingError, EOFError, TypeError, ValueError):

@@ -94,6 +94,7 @@ class ChildChannel:
                 if isinstance(message, Release):
                     for offset in message.offsets:
                         self.codec.own.release(offset)
+                    self.codec.own.trim()
                 else:
                     yield message
 

@@ -1,7 +1,7 @@
 """Shared memory between two processes: `Arena` allocates blocks on one side, `ArenaReader` maps them on the other.
 
 The memory is an anonymous file (memfd), which the kernel frees when both processes have ended. It grows in segments,
-each mapped separately, and does not shrink.
+each mapped separately, and does not shrink, but `trim` returns the pages of unused segments.
 
 Reference counting: `Arena._num_viewers` counts the viewers of each block. Arrays returned by `view` and `view_again`
 release their block when they and all their views are garbage collected. Finalizers must not wait for locks, so
@@ -27,6 +27,8 @@ import numpy.typing as npt
 from neso.backends.python.process.messages import Block
 
 ALIGNMENT = 64
+KEPT = 64 << 20
+"""Bytes at the start of the file whose pages are kept for the next blocks."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,6 +51,7 @@ class Arena:
         self._default_size, self._growth_size = default_size, growth_size
         self._segments: list[_Segment] = []
         self._end = 0
+        self._used_end = 0  # end of the blocks allocated since the last trim
         self._lock = threading.Lock()
         self._released: deque[int] = deque()
         self._num_viewers: dict[int, int] = {}  # by block offset
@@ -78,6 +81,7 @@ class Arena:
                 offset = segment.take(needed)
                 assert offset is not None
             self._num_viewers[offset] = 1
+            self._used_end = max(self._used_end, offset + needed)
         return Block(segment.start, segment.size, offset, size), segment.view(offset, size)
 
     def view_again(self, block: Block) -> Bytes:
@@ -90,6 +94,18 @@ class Arena:
     def release(self, offset: int) -> None:
         """Remove one viewer of a block."""
         self._released.append(offset)
+
+    def trim(self) -> None:
+        """Return the pages beyond `KEPT` to the operating system if no block is allocated. Not for finalizers."""
+        if self._used_end <= KEPT:
+            return
+        with self._lock:
+            self._collect()
+            if self._num_viewers:
+                return
+            for segment in self._segments:
+                segment.discard(KEPT)
+            self._used_end = 0
 
     def close(self) -> None:
         """Close the file, so that `allocate` can no longer grow it. Mapped memory stays valid."""
@@ -150,6 +166,12 @@ class _Segment:
             self.taken[offset] = size
             return offset
         return None
+
+    def discard(self, start: int) -> None:
+        """Return the pages from position `start` of the file on to the operating system. No block may use them."""
+        first = max(start - self.start, 0)
+        if first < self.size:
+            self._mapping.madvise(mmap.MADV_REMOVE, first, self.size - first)
 
     def give_back(self, offset: int) -> None:
         size = self.taken.pop(offset)

@@ -70,6 +70,16 @@ def reason(core: Core) -> str:
     return core.repository_index()[0].reason
 
 
+async def test_model_imports_its_own_file_by_name(start):
+    core = await start("""
+    value = 3
+    def execute(self, requests):
+        import model
+        return answer(model.TritonPythonModel.value)
+""")
+    assert await outcome(core) == [3]
+
+
 async def test_shared_memory_sizes_follow_the_settings(start):
     core = await start(
         """

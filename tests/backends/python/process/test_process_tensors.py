@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neso.backends.python.process.codec import INLINE_BYTES, MessageCodec
-from neso.backends.python.process.shared_memory import ALIGNMENT, Arena, make_file
+from neso.backends.python.process.shared_memory import ALIGNMENT, KEPT, Arena, make_file
 from neso.server.errors import Cancelled, InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
@@ -105,6 +105,30 @@ def test_received_tensor_is_sent_back_without_a_copy():
     assert pair.in_use == SIZE * 4 and again.array[0] == SIZE // 2
     del again
     assert pair.in_use == 0
+
+
+def test_pages_are_returned_when_no_block_is_used():
+    file = make_file("test")
+    arena = Arena(file, SIZE, SIZE)
+
+    def pages() -> int:
+        return os.fstat(file.fileno()).st_blocks * 512
+
+    blocks = [arena.allocate(KEPT // 2) for _ in range(4)]
+    for _, memory in blocks:
+        memory[:] = 1
+    assert pages() >= 2 * KEPT
+    for block, _ in blocks[1:]:
+        arena.release(block.offset)
+    arena.trim()
+    assert pages() >= 2 * KEPT, "a block is in use"
+    arena.release(blocks[0][0].offset)
+    arena.trim()
+    assert KEPT // 2 <= pages() <= KEPT
+    again, memory = arena.allocate(KEPT)
+    assert not memory.any() or again.offset < KEPT
+    memory[:] = 2
+    assert (memory == 2).all()
 
 
 def test_released_memory_is_reused():

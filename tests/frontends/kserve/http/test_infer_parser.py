@@ -100,12 +100,13 @@ def read(body: bytes, *, plain: bool, header_length: int | None = None) -> Any:
 
 
 @settings(max_examples=400, deadline=None)
-@given(_documents, st.binary(max_size=20), st.booleans(), st.booleans())
+@given(_documents, st.binary(max_size=20), st.booleans(), st.booleans(), st.booleans())
 def test_fast_path_equals_python(
-    document: dict[str, Any], binary: bytes, spaces: bool, ascii_only: bool
+    document: dict[str, Any], binary: bytes, spaces: bool, ascii_only: bool, sort_keys: bool
 ) -> None:
     text = json.dumps(
         document,
+        sort_keys=sort_keys,
         ensure_ascii=ascii_only,
         indent=1 if spaces else None,
         separators=None if spaces else (",", ":"),
@@ -197,6 +198,30 @@ def test_text_and_binary_data_take_the_fast_path() -> None:
         [("O", False), ("P", True)],
         True,
     )
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "BYTES"])
+def test_data_before_datatype_and_shape_takes_the_fast_path(datatype: str) -> None:
+    """Members in alphabetical order, as some JSON libraries write them."""
+    data = [[1.5, 2.5]] if datatype == "FP32" else [["a]", "b"]]
+    body = {"inputs": [{"data": data, "datatype": datatype, "name": "A", "shape": [1, 2]}]}
+    plain = parse_plain_infer(orjson.dumps(body))
+    assert plain is not None
+    content = np.array([1.5, 2.5], np.float32).tobytes() if datatype == "FP32" else [b"a]", b"b"]
+    assert plain[1] == [("A", datatype, (1, 2), content)]
+
+
+def test_inputs_beside_other_parameters_take_the_fast_path() -> None:
+    outputs = [{"name": "O", "parameters": {"classification": 3}}]
+    parameters = {"binary_data_output": True, "priority": 1, "text": '}]"'}
+    body = {
+        "inputs": [{"name": "A", "shape": [2], "datatype": "INT32", "data": [1, 2]}],
+        "outputs": outputs,
+        "parameters": parameters,
+    }
+    plain = parse_plain_infer(orjson.dumps(body, option=orjson.OPT_INDENT_2))
+    assert plain is not None and plain[1] == [("A", "INT32", (2,), bytearray(b"\1\0\0\0\2\0\0\0"))]
+    assert len(plain) == 5 and orjson.loads(plain[4]) == {"outputs": outputs, "parameters": parameters}
 
 
 def test_inputs_are_writable() -> None:

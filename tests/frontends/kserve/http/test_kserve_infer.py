@@ -400,6 +400,10 @@ async def test_number_of_json_values_is_limited(core, connect) -> None:
         assert "more than 40 values" in reply.error
         numbers = {"inputs": [tensor("FP32", [float("nan")] * 100)]}  # without limit: read in native code
         assert (await client.post("/v2/models/identity/infer", json.dumps(numbers).encode())).status == 200
+        numbers["outputs"] = [{"name": "OUT_FP32", "parameters": {"classification": 1}}]
+        by_name = json.dumps(numbers, sort_keys=True).encode()  # the data comes before datatype and shape
+        reply = await client.post("/v2/models/identity/infer", by_name)
+        assert reply.status == 200 and len(reply.json["outputs"][0]["data"]) == 1, reply.body
     finally:
         await front.stop(1.0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import hpack
 import pytest
 from hypothesis import given, settings
@@ -26,6 +28,14 @@ def test_cached_blocks_decode_correctly(lists):
             encoder.header_table_size = table_size  # entries of small tables are evicted within one block
         for _ in range(2):
             assert list(ours.decode(encoder.encode(headers))) == headers
+
+
+def test_headers_are_not_logged(caplog):
+    """hpack's debug lines contain the values."""
+    with caplog.at_level(logging.DEBUG):
+        HeaderDecoder(1 << 16).decode(hpack.Encoder().encode([(b"authorization", b"secret")]))
+        encode_headers([(b"authorization", b"secret")])
+    assert not caplog.records
 
 
 def test_repeated_blocks_are_cached():
