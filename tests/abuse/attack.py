@@ -6,8 +6,9 @@
 
 `attack` measures an idle baseline first, then runs the function in the calling thread. A process (`probe.py`) requests
 `GET /v2/health/live` every 20 ms, a thread samples the memory of the server's processes. The server must still answer
-at the end. Tests that measure have the mark `alone`. An attack whose probe takes too long is repeated, because other
-machines of the same host can take the cores for a moment.
+at the end. Tests that measure have the mark `alone`. The time that the server and the probe wait for a core is not
+counted. An attack whose probe takes too long is repeated, because other machines of the same host can take the cores
+for a moment.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ MIB = 1 << 20
 class Report:
     """Times in seconds, sizes in bytes.
 
-    `baseline`: longest probe before the attack. `longest`: longest probe during the attack. `failed`: probes without a
-    response.
+    `baseline`: longest probe before the attack. `longest`: longest probe during the attack. Both without the time that
+    the server and the probe waited for a core. `failed`: probes without a response.
     """
 
     name: str
@@ -131,8 +132,8 @@ class _Watch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        port = str(self._server.ports["http"])
-        command = [sys.executable, "-S", str(Path(__file__).with_name("probe.py")), port]
+        target = str(self._server.ports["http"]), str(self._server.process.pid)
+        command = [sys.executable, "-S", str(Path(__file__).with_name("probe.py")), *target]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as probe:
             assert probe.stdout is not None and probe.stdin is not None
             assert probe.stdout.readline() == "ready\n"
