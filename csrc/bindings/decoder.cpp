@@ -186,7 +186,16 @@ void bind_decoder(nb::module_& m) {
              "Sum over the ranks of a tensor-parallel group in each step.")
         .def("set_sink_tokens", &Decoder::set_sink_tokens, nb::arg("count"),
              "First tokens of a sequence that stay visible in layers with a window.")
-        .def("allocate_cache", &Decoder::allocate_cache, nb::arg("num_blocks"), nb::arg("block_size"))
+        .def(
+            "allocate_cache",
+            [](Decoder& self, int num_blocks, int block_size, std::optional<MutableArray<uint8_t>> memory) {
+                require(!memory || int64_t(memory->size()) == self.cache_bytes_per_block(block_size) * num_blocks,
+                        "the memory must have the size of the cache");
+                self.allocate_cache(num_blocks, block_size,
+                                    memory ? reinterpret_cast<char*>(memory->data()) : nullptr);
+            },
+            nb::arg("num_blocks"), nb::arg("block_size"), nb::arg("memory").none() = nb::none(), nb::keep_alive<1, 4>(),
+            "Allocate the cache, or use zeroed memory uint8[cache_bytes_per_block * num_blocks] for it.")
         .def("cache_bytes_per_block", &Decoder::cache_bytes_per_block, nb::arg("block_size"))
         .def(
             "step",

@@ -34,8 +34,8 @@ int64_t Decoder::cache_bytes_per_block(int block_size) const {
     return attention_shape(block_size).block_bytes() * int64_t(weights_.layers.size());
 }
 
-void Decoder::allocate_cache(int num_blocks, int block_size) {
-    cache_ = std::make_unique<KVCache>(attention_shape(block_size), int(weights_.layers.size()), num_blocks);
+void Decoder::allocate_cache(int num_blocks, int block_size, char* memory) {
+    cache_ = std::make_unique<KVCache>(attention_shape(block_size), int(weights_.layers.size()), num_blocks, memory);
 }
 
 std::pair<int, int> Decoder::blocks_read(const Step& step, int sequence) const {

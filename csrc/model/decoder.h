@@ -39,7 +39,8 @@ class Decoder {
     const LayerWeights& layer(int index) const { return weights_.layers[index]; }
     // Inputs and outputs of a product that adapters can change; 0 if the layer does not have the product.
     std::pair<int, int> product_shape(int index, Product product) const;
-    void allocate_cache(int num_blocks, int block_size);
+    // memory: see KVCache; it must outlive the decoder.
+    void allocate_cache(int num_blocks, int block_size, char* memory = nullptr);
     int64_t cache_bytes_per_block(int block_size) const;
     // Not reentrant; requires allocate_cache. Ids and block tables must be valid, see check_step.
     void step(const Step& step);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "kernels/kernels.h"
@@ -12,13 +13,15 @@ namespace neso {
 
 class KVCache {
    public:
-    KVCache(const AttentionShape& shape, int num_layers, int num_blocks)
+    // memory: zeroed and of the size of the cache, owned by the caller; null to allocate it here.
+    KVCache(const AttentionShape& shape, int num_layers, int num_blocks, char* memory = nullptr)
         : shape_(shape), num_blocks_(num_blocks), layer_bytes_(shape.block_bytes() * num_blocks),
-          pages_(layer_bytes_ * num_layers) {}
+          pages_(memory ? nullptr : std::make_unique<ZeroPages>(layer_bytes_ * num_layers)),
+          data_(memory ? memory : pages_->data()) {}
 
     const AttentionShape& shape() const { return shape_; }
     int num_blocks() const { return num_blocks_; }
-    char* layer(int index) { return pages_.data() + index * layer_bytes_; }
+    char* layer(int index) { return data_ + index * layer_bytes_; }
     char* block(int layer_index, int block_index) { return layer(layer_index) + block_index * shape_.block_bytes(); }
 
     // Copy blocks in one layer. All sources are read before any write, so a block may be both source and target.
@@ -78,7 +81,8 @@ class KVCache {
     const AttentionShape shape_;
     const int num_blocks_;
     const int64_t layer_bytes_;
-    ZeroPages pages_;
+    std::unique_ptr<ZeroPages> pages_;
+    char* data_;
 };
 
 }  // namespace neso

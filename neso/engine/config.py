@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from neso.engine.cluster_config import ClusterConfig
 from neso.engine.core.scheduler_config import SchedulerConfig
+from neso.engine.kv_transfer.config import KvTransferConfig
 from neso.engine.lora.config import LoraConfig
 from neso.engine.runners.runner_options import DType, Quantization, RunnerOptions
 from neso.engine.sampling.score_limits import ScoreLimits
@@ -147,6 +148,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scores: ScoreLimits = ScoreLimits()
     speculation: SpeculationConfig = SpeculationConfig()
     cluster: ClusterConfig = ClusterConfig()
+    transfer: KvTransferConfig = KvTransferConfig()
 
     def __post_init__(self) -> None:
         if self.data_parallel_size is not None and self.data_parallel_size < 1:
@@ -211,6 +213,7 @@ _PARTS: dict[str, type[msgspec.Struct]] = {
     "lora": LoraConfig,
     "scores": ScoreLimits,
     "cluster": ClusterConfig,
+    "transfer": KvTransferConfig,
 }
 """Fields of `EngineConfig` whose fields are options."""
 

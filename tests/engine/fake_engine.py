@@ -13,6 +13,7 @@ from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.loop.engine_core import EngineCore
 from neso.engine.runners.base import CacheLayout, Logits, Runner
+from neso.engine.runners.shared_cache import CacheShape, SharedCache
 from neso.engine.sampling.token_sampling import SamplingBatch
 from neso.engine.spec_decode.draft import NO_TREE, DraftTreePlan, token_positions
 from neso.engine.spec_decode.draft_length import DraftLength
@@ -51,7 +52,13 @@ class FakeRunner(Runner):
 
     def allocate_cache(self, layout: CacheLayout) -> None:
         self.layout = layout
-        self.cache = np.full(layout.num_blocks * layout.block_size, -1, np.int64)
+        if layout.shared:
+            shape = CacheShape(1, layout.num_blocks, self.cache_bytes_per_block(layout.block_size))
+            self.shared_cache = SharedCache.create(shape)
+            self.cache = self.shared_cache.blocks.reshape(-1).view(np.int64)
+            self.cache[:] = -1
+        else:
+            self.cache = np.full(layout.num_blocks * layout.block_size, -1, np.int64)
         self.host = np.full((layout.num_host_blocks, layout.block_size), -1, np.int64)
 
     def cache_bytes_per_block(self, block_size: int) -> int:
@@ -132,6 +139,7 @@ def make_core(
     window: AttentionWindow | None = None,
     num_host_blocks: int = 0,
     proposer: Proposer | None = None,
+    shares_cache: bool = False,
     **options,
 ) -> EngineCore:
     """Return an engine core on the fake runner, with small default limits. A `proposer` proposes 4 tokens."""
@@ -144,6 +152,7 @@ def make_core(
         num_blocks,
         standard_addons(runner, speculation=speculation),
         num_host_blocks,
+        shares_cache=shares_cache,
     )
 
 
@@ -151,7 +160,16 @@ def make_request(request_id: str, prompt: list[int], max_tokens: int = 8, **opti
     """Return a greedy request with options of `SamplingParams` and `EngineRequest`."""
     own = {
         name: options.pop(name)
-        for name in ("end_token_ids", "priority", "cache_identity", "queue_timeout_ms", "draft")
+        for name in (
+            "end_token_ids",
+            "priority",
+            "cache_identity",
+            "queue_timeout_ms",
+            "draft",
+            "output_token_ids",
+            "kv_export",
+            "kv_import",
+        )
         if name in options
     }
     sampling = SamplingParams(temperature=options.pop("temperature", 0.0), max_tokens=max_tokens, **options)

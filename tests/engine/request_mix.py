@@ -231,6 +231,7 @@ class Mixed:
         core, info = load_engine(EngineConfig.from_options(model, {"dtype": "float32", **options}))
         assert isinstance(core, EngineCore)
         self.core = core
+        self.info = info
         self._proposes = core.addon(SpeculativeDecoding).proposer is not None
         self.tokenizer = Tokenizer.from_model(model)
         self._input = InputProcessor(self.tokenizer, info)
@@ -338,7 +339,7 @@ class Files:
         outputs = list(np.random.default_rng(0).normal(size=(NUM_HEADS, VOCAB, HIDDEN)))
         heads = write_heads(root / "heads", head_tensors(outputs, scale=0.3, blocks=2))
         self._paths = {"same": same, "other": other, "heads": heads}
-        self._adapters = {
+        self.adapters = {
             name: str(write_adapter(same, root / name, seed=seed)) for seed, name in enumerate("ab")
         }
         self.alone = cache(self._alone)
@@ -355,7 +356,7 @@ class Files:
         if "speculative_model" in options:
             path = options["speculative_model"].format(**self._paths)
             options = {**options, "speculative_model": path}
-        own = {"adaptive_speculation": False, "lora_modules": self._adapters, "max_loras": 1}
+        own = {"adaptive_speculation": False, "lora_modules": self.adapters, "max_loras": 1}
         return {"dtype": "float32", **own, **options}
 
     def _open_plain(self, runner: str, windowed: bool) -> Mixed:

@@ -29,7 +29,9 @@ class PromptScores(Addon):
     """State of a sequence: the number of prompt positions that were reported. Removed once all were reported."""
 
     def admit(self, sequence: Sequence) -> None:
-        if sequence.request.sampling.needs_prompt_scores and _num_scorable(sequence) > 0:
+        request = sequence.request
+        reported = bool(request.output_token_ids)  # by the engine that computed the first token
+        if request.sampling.needs_prompt_scores and not reported and _num_scorable(sequence) > 0:
             sequence.addons[self] = 0
             sequence.sync_only = True
             sequence.needs_every_position = True

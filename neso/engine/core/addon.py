@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -92,6 +92,12 @@ class Addon:
     def update(self, step: Step, logits: Any, scheduler: Scheduler) -> list[SequenceOutput]:
         """Process the results of a step. `logits` are the runner's, indexed by `step.logits_rows`."""
         return []
+
+    def set_wake(self, wake: Callable[[], None]) -> None:
+        """Take a thread-safe function that makes an idle engine call `has_work`, for background work."""
+
+    def close(self) -> None:
+        """End background work. Called when the engine ends."""
 
     # -- monitoring ---------------------------------------------------------------------------------------------
 

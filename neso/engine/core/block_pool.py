@@ -7,6 +7,9 @@ from bisect import insort
 from collections import OrderedDict
 from heapq import heapify, heappop, heappush
 
+import numpy as np
+import numpy.typing as npt
+
 from neso.generation.request import DEFAULT_PRIORITY
 
 _EMPTY = -1
@@ -109,6 +112,8 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
+        self.epochs: npt.NDArray[np.uint64] | None = None
+        """uint64[num_blocks] if set: how often each block was allocated. See `SharedCache`."""
         self._free = FreeBlocks(num_blocks)
 
     @property
@@ -126,6 +131,8 @@ class BlockPool:
         """Take the first free block. Raises `KeyError` if no block is free; check `num_free` before."""
         block = self._free.take()
         self._references[block] = 1
+        if self.epochs is not None:
+            self.epochs[block] += 1
         return block
 
     def share(self, block: int) -> None:
@@ -147,7 +154,7 @@ class BlockPool:
         self._free.retain(block, priority, seconds)
 
     def check_integrity(self, holders: dict[int, int]) -> None:
-        """Compare with `holders`, which maps a block to the number of block tables that contain it.
+        """Compare with `holders`, which maps a block to the number of block tables and holds that contain it.
 
         Raises `IntegrityError`.
         """

@@ -14,14 +14,22 @@ is written next can only be shared by a fork; it is copied before the first writ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.core.block_pool import BlockPool, IntegrityError
 from neso.engine.core.prefix_cache import CachedBlock, HostCache, PrefixCache
-from neso.engine.core.sequence import NO_BLOCK, Sequence
+from neso.engine.core.sequence import NO_BLOCK, CacheToken, Sequence
 
 BlockCopy = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockHold:
+    """Blocks in use by something other than a sequence: a transfer to or from another engine."""
+
+    blocks: list[int]
 
 
 class KVCacheManager:
@@ -54,6 +62,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(block_size, HostCache(num_host_blocks))
         self._caching = enable_prefix_caching
+        self._holds: set[BlockHold] = set()
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens` tokens."""
@@ -109,7 +118,7 @@ class KVCacheManager:
         sequence.num_cached_blocks = len(found)
         sequence.num_computed_tokens = len(found) * self.block_size
         outside = range(0)
-        if self._window is not None:
+        if self._window is not None and not sequence.keeps_window:
             outside = self._window.blocks_outside_window(sequence.num_computed_tokens, self.block_size)
         sequence.num_window_freed_blocks = outside.stop if outside else 0
         wanted = [cached for i, cached in enumerate(found) if i not in outside]
@@ -212,12 +221,53 @@ class KVCacheManager:
         sequence.num_window_freed_blocks = 0
         sequence.cache_parent = None
 
+    def hold(self, blocks: list[int]) -> BlockHold:
+        """Keep blocks that are in use or cached until `drop`."""
+        for block in blocks:
+            self.pool.share(block)
+        return self._add_hold(list(blocks))
+
+    def merge(self, *holds: BlockHold) -> BlockHold:
+        """Replace holds by one of all their blocks."""
+        self._holds.difference_update(holds)
+        return self._add_hold([block for hold in holds for block in hold.blocks])
+
+    def reserve(self, num_blocks: int) -> BlockHold | None:
+        """Allocate blocks for a transfer; None if there are too few."""
+        if num_blocks > self.pool.num_free:
+            return None
+        return self._add_hold([self._allocate() for _ in range(num_blocks)])
+
+    def register_blocks(
+        self, parent: Hashable, tokens: list[CacheToken] | list[int], blocks: list[int]
+    ) -> None:
+        """Register full blocks of a hold in the prefix cache.
+
+        `parent`: the node before the first of them, or the cache identity. `tokens`: of all these blocks.
+        """
+        size = self.block_size
+        for i, block in enumerate(blocks):
+            parent = self.prefix_cache.insert(parent, tuple(tokens[i * size : (i + 1) * size]), block)
+
+    def drop(self, hold: BlockHold) -> None:
+        """End a hold. Blocks that are not in use otherwise become free, and stay in the prefix cache."""
+        self._holds.remove(hold)
+        for block in reversed(hold.blocks):
+            self.pool.release(block, content_cached=block in self.prefix_cache)
+
+    def _add_hold(self, blocks: list[int]) -> BlockHold:
+        hold = BlockHold(blocks)
+        self._holds.add(hold)
+        return hold
+
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Check that every block is free or referenced as often as it occurs in block tables.
+        """Check that every block is free or referenced as often as it occurs in block tables and holds.
 
         Raises `IntegrityError`.
         """
         holders = Counter(block for sequence in sequences for block in _blocks(sequence))
+        for hold in self._holds:
+            holders.update(hold.blocks)
         self.pool.check_integrity(holders)
         self.prefix_cache.host.check_integrity()
         for sequence in sequences:

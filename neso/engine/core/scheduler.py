@@ -6,7 +6,7 @@ import bisect
 import time
 from collections.abc import Callable, Iterable
 
-from neso.engine.core.addon import Addon, overriding
+from neso.engine.core.addon import Addon, RequestError, overriding
 from neso.engine.core.admission import StaticBatches, WaitingQueue, admission_policy
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.core.block_pool import IntegrityError
@@ -83,7 +83,10 @@ class Scheduler:
                 f"{num_sequences} sequences are requested, at most {self.config.max_num_seqs} can run"
             )
         self.waiting.check_room()
-        sequence = self._new_sequence(request, index=0, token_ids=list(request.prompt_token_ids))
+        if request.output_token_ids:
+            _check_resumable(request)
+        known = [*request.prompt_token_ids, *request.output_token_ids]
+        sequence = self._new_sequence(request, index=0, token_ids=known)
         sequence.rank = self.waiting.rank(request.priority, request.queue_delay)
         sequence.forks_pending = num_sequences - 1
         sequence.cache_identity = request.cache_identity
@@ -296,10 +299,11 @@ class Scheduler:
             addon.start(sequence)
         if not sequence.num_preemptions:
             sequence.scheduled_ns = time.monotonic_ns()
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+            hit_tokens = sequence.num_computed_tokens - sequence.num_imported_tokens
+            sequence.num_cached_tokens = min(hit_tokens, sequence.num_prompt_tokens)
             stats = self.kv.prefix_cache.stats
             stats.queried_tokens += sequence.num_tokens
-            stats.hit_tokens += sequence.num_computed_tokens
+            stats.hit_tokens += hit_tokens
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -351,3 +355,15 @@ class Scheduler:
         )
         self._sequences_of.setdefault(request.request_id, []).append(sequence)
         return sequence
+
+
+def _check_resumable(request: EngineRequest) -> None:
+    """Check that a request with `output_token_ids` can continue. Raises `RequestError`."""
+    field = "output_token_ids"
+    if request.sampling.num_sequences > 1 or request.pooling is not None:
+        raise RequestError("only a request with one generated sequence can continue", field)
+    if len(request.output_token_ids) >= request.max_tokens:
+        raise RequestError(
+            f"{len(request.output_token_ids)} tokens were generated already, max_tokens is {request.max_tokens}",
+            field,
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
@@ -61,6 +61,8 @@ class Sequence:
     - num_cached_blocks: number of blocks registered in the prefix cache; cache_parent: cache node of the last of them;
       prefix_match: cached blocks found for a waiting sequence
     - num_cached_tokens: prompt tokens found in the prefix cache when the sequence first ran
+    - num_imported_tokens: tokens found there because they came from another engine, which `num_cached_tokens` does not
+      count; import_error: why they did not come
     - scheduled_ns: time when it first ran, in ns of the monotonic clock
     - sampling_state: random numbers and token counts of the sampler
 
@@ -73,6 +75,7 @@ class Sequence:
     - needs_every_position: prefix hits may not skip any position
     - sync_only: its steps need the tokens of the previous step, so execution does not overlap
     - error: the sequence fails with it when its next token is selected
+    - adapter_digest: returns a digest of its adapter's weights; None while they are not loaded
     - keeps_window: blocks that leave the attention window are not freed, because the next step still reads them
     """
 
@@ -87,6 +90,8 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     forks_pending: int = 0
     num_cached_tokens: int = 0
+    num_imported_tokens: int = 0
+    import_error: str = ""
     num_cached_blocks: int = 0
     num_window_freed_blocks: int = 0
     cache_identity: tuple[str, ...] = ()
@@ -102,6 +107,7 @@ class Sequence:
     needs_every_position: bool = False
     sync_only: bool = False
     keeps_window: bool = False
+    adapter_digest: Callable[[], str | None] = lambda: ""
     error: RequestError | None = None
 
     num_prompt_tokens: int = field(init=False)

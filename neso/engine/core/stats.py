@@ -110,6 +110,43 @@ def _merged_processors(
     return merged
 
 
+class KvTransferStats(msgspec.Struct, array_like=True):
+    """Transfers of KV-cache blocks between engines. `leases`, `active_imports` are gauges, the others counters.
+
+    - leases: exports that are computed or kept; expired_leases: those that nobody released
+    - exports, exported_blocks: completed exports
+    - imports: requests that got blocks of another engine; fallbacks: requests that computed some of them themselves
+    - imported_blocks, imported_bytes; import_seconds: spent with copying
+    """
+
+    leases: int = 0
+    active_imports: int = 0
+    exports: int = 0
+    exported_blocks: int = 0
+    expired_leases: int = 0
+    imports: int = 0
+    fallbacks: int = 0
+    imported_blocks: int = 0
+    imported_bytes: int = 0
+    import_seconds: float = 0.0
+
+    def copy(self) -> KvTransferStats:
+        """Return a snapshot."""
+        return msgspec.structs.replace(self)
+
+    def plus(self, other: KvTransferStats) -> KvTransferStats:
+        """Return the sums."""
+        return KvTransferStats(
+            *(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__)
+        )
+
+    def after(self, earlier: KvTransferStats) -> KvTransferStats:
+        """Return the gauges of this one, and the sums of the counters."""
+        total = self.plus(earlier)
+        total.leases, total.active_imports = self.leases, self.active_imports
+        return total
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges as of the last step, and counters since the start.
 
@@ -143,6 +180,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
     static_batch: StaticBatchStats = StaticBatchStats()
     logits_processors: dict[str, LogitsProcessorStats] = {}
+    kv_transfer: KvTransferStats = msgspec.field(default_factory=KvTransferStats)
 
     def after(self, earlier: EngineStats) -> EngineStats:
         """Return these statistics with the counters of `earlier` added: those of an engine that was restarted."""
@@ -152,6 +190,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
             **counts,
             drafts=self.drafts.plus(earlier.drafts),
             logits_processors=_merged_processors(earlier.logits_processors, self.logits_processors),
+            kv_transfer=self.kv_transfer.after(earlier.kv_transfer),
         )
 
     @staticmethod
@@ -167,11 +206,12 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
                 *map(sum, zip(*(stats.static_batch for stats in engines), strict=True))
             ),
             logits_processors=reduce(_merged_processors, (stats.logits_processors for stats in engines)),
+            kv_transfer=reduce(KvTransferStats.plus, (stats.kv_transfer for stats in engines)),
         )
 
 
 _NUMBERS = tuple(
     name
     for name in EngineStats.__struct_fields__
-    if name not in ("drafts", "static_batch", "logits_processors")
+    if name not in ("drafts", "static_batch", "logits_processors", "kv_transfer")
 )

@@ -188,6 +188,11 @@ def _matcher(sequence: Sequence, state: _GuidedSequence) -> GrammarMatcher:
     if state.matcher is None:
         assert state.grammar is not None, "a sequence started before its grammar was compiled"
         state.matcher = state.grammar.start(sequence.request.end_token_ids)
+        try:
+            for token_id in sequence.request.output_token_ids:  # sampled by another engine
+                state.matcher.advance(token_id)
+        except MatcherError as error:
+            sequence.error = _request_error(sequence, error)
     return state.matcher
 
 

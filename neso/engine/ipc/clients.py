@@ -20,6 +20,7 @@ from neso.engine.ipc.messages import (
     decode_commands,
     event_encoder,
 )
+from neso.engine.wake_up import WakeUp
 
 
 class EngineClients:
@@ -29,11 +30,15 @@ class EngineClients:
         self._sockets = {SERVER: socket}
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
+        self.wake_up = WakeUp()
+        """Lets `receive` return without a command."""
+        self._poller.register(self.wake_up, zmq.POLLIN)
 
     def receive(self, *, block: bool) -> list[Command | InvalidCommand]:
-        """Return all pending commands; with `block`, wait until there is one."""
+        """Return all pending commands; with `block`, wait until there is one or it is woken."""
         if block:
             self._poller.poll()
+            self.wake_up.clear()
         commands: list[Command | InvalidCommand] = []
         for socket in self._sockets.values():
             with contextlib.suppress(zmq.Again):
@@ -87,6 +92,7 @@ class EngineClients:
         """Close all sockets, after sending what is pending."""
         for socket in self._sockets.values():
             socket.close(linger=1000)
+        self.wake_up.close()
 
 
 def _send(socket: zmq.Socket[bytes], event: Event) -> None:

@@ -172,6 +172,8 @@ class EngineLoop:
         self._info = info
         self._service = EngineService(core, clients.send, clients.send_all)
         self._watchdog = watchdog
+        if isinstance(core, EngineCore):
+            core.set_wake(clients.wake_up.set)
 
     def run(self) -> None:
         """Run until a `Shutdown` command."""
@@ -226,6 +228,8 @@ def run_engine(
             EngineLoop(clients, core, info, watchdog).run()
         finally:
             watchdog.close()
+            if isinstance(core, EngineCore):
+                core.close()
     finally:
         clients.close()
 

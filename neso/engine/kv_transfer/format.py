@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import msgspec
+
+from neso.engine.core.sequence import CacheToken
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+_WEIGHTS = (".safetensors", ".gguf")
+_CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
 
 
 class KvFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -11,15 +21,54 @@ class KvFormat(msgspec.Struct, frozen=True, kw_only=True):
     - model: digest of the checkpoint and of the options that change keys and values
     - layout: name of the order of values within a block
     - dtype: float32 or bfloat16
-    - block_size: tokens; num_layers, num_kv_heads, head_dim: of the whole model
-    - num_ranks: processes that share a block
+    - block_size: tokens
+    - num_parts, part_bytes: see `CacheShape`
     """
 
     model: str
     layout: str
     dtype: str
     block_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    num_ranks: int = 1
+    num_parts: int
+    part_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_parts * self.part_bytes
+
+    def difference(self, other: KvFormat) -> str:
+        """Return the first property that differs and both values; empty if blocks can be copied as they are."""
+        if self.model != other.model:
+            return "the engines have different models, or options that change keys and values"
+        for name in self.__struct_fields__[1:]:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} is {mine} here and {theirs} there"
+        return ""
+
+
+def prefix_digest(identity: tuple[str, ...], tokens: list[CacheToken] | list[int]) -> bytes:
+    """Return a digest of everything that the blocks of these tokens depend on, beside the model.
+
+    identity: of the request and of its adapter.
+    """
+    return hashlib.sha256(msgspec.msgpack.encode((identity, tokens))).digest()
+
+
+def model_digest(model: Path, *options: object) -> str:
+    """Return a digest of a checkpoint directory or file, and of options.
+
+    Of large files, the size and parts of the content are read: the beginning, the end, and parts in between.
+    """
+    total = hashlib.sha256(repr(options).encode())
+    files = [model] if model.is_file() else sorted(model.iterdir())
+    for file in files:
+        if file != model and file.name not in _CONFIGS and file.suffix not in _WEIGHTS:
+            continue
+        size = file.stat().st_size
+        total.update(f"{file.name if file != model else ''} {size}".encode())
+        with file.open("rb") as stream:
+            for part in range(_SAMPLES + 1):
+                stream.seek(max(0, size - _SAMPLE_BYTES) * part // _SAMPLES)
+                total.update(stream.read(_SAMPLE_BYTES))
+    return total.hexdigest()

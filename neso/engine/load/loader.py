@@ -16,7 +16,9 @@ from neso.engine.encoders.text_encoder import TextEncoder
 from neso.engine.errors import EngineError
 from neso.engine.guided.addon import GrammarSource, GuidedDecodingAddon
 from neso.engine.ipc.messages import ONE_PROCESS, EngineInfo
+from neso.engine.kv_transfer.addon import KvTransfer
 from neso.engine.load.cache_size import bytes_per_block, num_cache_blocks, num_host_blocks
+from neso.engine.load.transfers import check_transfers, start_transfers
 from neso.engine.logits_processors.addon import LogitsProcessors
 from neso.engine.logits_processors.processor import (
     LogitsProcessor,
@@ -91,6 +93,8 @@ def load_engine(
             if spec is not None:
                 if ranks is not None:
                     raise EngineError(_ENCODER_ON_RANKS)
+                if config.transfer.kv_transfer:
+                    raise EngineError("kv_transfer: embedding models have no KV cache")
                 return _load_encoder(config, spec, source, started)
             check_length = partial(_max_model_len, config)
             generates = has_head(source.config)
@@ -103,6 +107,8 @@ def load_engine(
         raise EngineError(str(error)) from None
     if ranks is not None:
         runner = ranks.join(runner)
+    if config.transfer.kv_transfer:
+        check_transfers(config, runner)
     max_model_len = _max_model_len(config, runner.max_position)
     draft_runner = load_draft_runner(config, runner)
     num_blocks = num_cache_blocks(config, runner, max_model_len, draft_runner)
@@ -117,6 +123,7 @@ def load_engine(
         guided.prepare_compiler()
     lora = open_adapters(config.lora, runner)
     logits_processors = _load_logits_processors(config, processors or {}, runner.vocab_size)
+    kv_transfer = KvTransfer()
     addons = standard_addons(
         runner,
         pooler=pooler,
@@ -125,8 +132,11 @@ def load_engine(
         guided=guided,
         speculation=speculation,
         processors=LogitsProcessors(logits_processors),
+        kv_transfer=kv_transfer,
     )
-    core = EngineCore(runner, config.scheduler, num_blocks, addons, host_blocks)
+    shares = config.transfer.kv_transfer
+    core = EngineCore(runner, config.scheduler, num_blocks, addons, host_blocks, shares_cache=shares)
+    kv_address, kv_format = start_transfers(config, core, kv_transfer) if shares else ("", None)
     if config.record_steps is not None:
         try:
             core.record = StepRecorder(Path(config.record_steps), config, num_blocks, host_blocks).record
@@ -153,6 +163,8 @@ def load_engine(
         num_speculative_tokens=config.speculation.num_places,
         default_sampling=default_sampling,
         logits_processors=tuple(logits_processors),
+        kv_address=kv_address,
+        kv_format=kv_format,
     )
     return core, info
 

@@ -58,7 +58,7 @@ class LaunchedStep:
 class EngineCore:
     """Schedules, runs and samples. Single-threaded, no I/O.
 
-    `addons`: engine features beyond plain decoding.
+    `addons`: engine features beyond plain decoding. `shares_cache`: other processes can map the KV cache.
     """
 
     def __init__(
@@ -68,14 +68,18 @@ class EngineCore:
         num_blocks: int,
         addons: Iterable[Addon] = (),
         num_host_blocks: int = 0,
+        *,
+        shares_cache: bool = False,
     ) -> None:
         self.runner = runner
-        self.runner.allocate_cache(CacheLayout(num_blocks, config.block_size, num_host_blocks))
+        self.runner.allocate_cache(CacheLayout(num_blocks, config.block_size, num_host_blocks, shares_cache))
         self.addons = list(addons)
         self._overlaps = runner.can_overlap and config.enable_overlap
         self.scheduler = Scheduler(
             config, num_blocks, runner.window, num_host_blocks, self.addons, overlaps=self._overlaps
         )
+        if runner.shared_cache is not None:
+            self.scheduler.kv.pool.epochs = runner.shared_cache.epochs
         self.selector = TokenSelector(self.scheduler, Sampler(runner.choose), self.addons)
         self.recent_plans: deque[StepPlan] = deque(maxlen=2)  # one may run while the next is prepared
         self.record: Callable[[StepPlan], None] | None = None
@@ -97,6 +101,16 @@ class EngineCore:
     def addon(self, kind: type[T]) -> T | None:
         """Return the add-on of a class; None if the engine does not have it."""
         return next((addon for addon in self.addons if isinstance(addon, kind)), None)
+
+    def set_wake(self, wake: Callable[[], None]) -> None:
+        """Pass a thread-safe function to the add-ons that makes an idle engine call `has_work`."""
+        for addon in self.addons:
+            addon.set_wake(wake)
+
+    def close(self) -> None:
+        """End the background work of the add-ons."""
+        for addon in self.addons:
+            addon.close()
 
     @property
     def last_plan(self) -> StepPlan | None:

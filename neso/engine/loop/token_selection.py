@@ -112,7 +112,7 @@ class TokenSelector:
             return self._fail(sequence, sequence.error or error)
         if sequence.error is not None:
             return self._fail(sequence, sequence.error)
-        is_first = position == sequence.num_prompt_tokens
+        is_first = position == sequence.num_prompt_tokens + len(request.output_token_ids)
         del sequence.token_ids[position:]
         token_ids: list[int] = []
         logprobs: list[PositionLogprobs] = []
@@ -145,6 +145,8 @@ class TokenSelector:
             generation_logits=logits,
             cached_tokens=sequence.num_cached_tokens,
             scheduled_ns=sequence.scheduled_ns if is_first else 0,
+            imported_tokens=sequence.num_imported_tokens if is_first else 0,
+            import_error=sequence.import_error if is_first else "",
             preemptions=sequence.num_preemptions if reason is not None else 0,
             draft_tokens=num_drafts,
             accepted_draft_tokens=min(len(token_ids), len(tokens) - 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,6 +55,15 @@ class LoraAdapter:
         for index, layer in enumerate(self.layers):
             for target, change in layer.items():
                 yield index, target, change
+
+    def digest(self) -> str:
+        """Return a digest of the updates, to compare adapters of two engines."""
+        total = hashlib.sha256()
+        for layer, target, change in self.matrices():
+            total.update(f"{layer} {target} {change.scale!r} {change.a.dtype} {change.a.shape}".encode())
+            total.update(change.a.tobytes())
+            total.update(change.b.tobytes())
+        return total.hexdigest()
 
     def check(self, spec: DecoderSpec, max_rank: int) -> None:
         """Check that the adapter fits the model and that no rank exceeds `max_rank`. Raises `AdapterError`."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,7 @@ class LoraManager(Addon):
         self._versions = itertools.count(1)
         self._known: dict[str, _Known] = {}
         self._name_of: dict[int, str] = {}
+        self._digests: dict[int, str] = {}
         self._loading: dict[int, Future[PackedAdapter]] = {}
         self._watchers: dict[int, list[Watch]] = {}
         self._candidates: dict[int, _Known] = {}  # by the version being loaded
@@ -114,6 +116,7 @@ class LoraManager(Addon):
         version = self._version_for(wanted)
         sequence.addons[self] = AdapterUse(version)
         sequence.cache_identity = (*sequence.cache_identity, f"adapter {version}")
+        sequence.adapter_digest = partial(self._digests.get, version)
         self._cache.pin(version)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -243,7 +246,13 @@ class LoraManager(Addon):
         version = next(self._versions)
         self._name_of[version] = request.name
         self._candidates[version] = candidate
-        self._loading[version] = self._loader.submit(lambda: self._runner.pack_adapter(read()))
+
+        def pack() -> PackedAdapter:
+            adapter = read()
+            self._digests[version] = adapter.digest()
+            return self._runner.pack_adapter(adapter)
+
+        self._loading[version] = self._loader.submit(pack)
         return version
 
     def _finish(self, version: int, future: Future[PackedAdapter]) -> AdapterError | None:
@@ -299,11 +308,13 @@ class LoraManager(Addon):
             self.slots.remove(version)
             self._cache.drop(version)
         self._name_of.pop(version, None)
+        self._digests.pop(version, None)
 
     def _on_evicted(self, version: int) -> None:
         """Keep an adapter that has a path, so that it is read again when it is requested."""
         self.slots.remove(version)
         name = self._name_of.pop(version)
+        self._digests.pop(version, None)
         known = self._known[name]
         if known.path is None:
             del self._known[name]

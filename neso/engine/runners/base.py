@@ -12,6 +12,7 @@ import numpy.typing as npt
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.host_resources import available_memory
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
+from neso.engine.runners.shared_cache import SharedCache
 from neso.engine.sampling.token_sampling import SamplingBatch, choose
 
 if TYPE_CHECKING:
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
     from neso.engine.weights.source import TensorSource
 
 Capability = Literal[
-    "lora", "input_embeddings", "tree_attention", "hidden_states", "attention_sinks", "host_cache", "ranks"
+    "lora",
+    "input_embeddings",
+    "tree_attention",
+    "hidden_states",
+    "attention_sinks",
+    "host_cache",
+    "ranks",
+    "shared_cache",
 ]
 """Optional features of a runner:
 
@@ -35,6 +43,7 @@ Capability = Literal[
 - attention_sinks: first tokens that stay visible in sliding-window layers
 - host_cache: KV cache blocks offloaded to host memory
 - ranks: tensor and pipeline parallelism (`RunnerOptions.layout`)
+- shared_cache: a KV cache that other processes can map (`CacheLayout.shared`)
 """
 
 Float32Array = npt.NDArray[np.float32]
@@ -59,12 +68,14 @@ Logits = Float32Array | RemoteLogits
 class CacheLayout:
     """Paged KV cache: `num_blocks` blocks of `block_size` tokens, in each layer.
 
-    `num_host_blocks`: additional blocks in host memory, for runners with "host_cache".
+    - num_host_blocks: additional blocks in host memory, for runners with "host_cache"
+    - shared: other processes can map the cache (`Runner.shared_cache`), for runners with "shared_cache"
     """
 
     num_blocks: int
     block_size: int
     num_host_blocks: int = 0
+    shared: bool = False
 
 
 class LaunchedTokens(Protocol):
@@ -98,6 +109,10 @@ class Runner(ABC):
     """Optional features; requests that need other features are rejected at admission."""
     window: AttentionWindow | None = None
     """Largest attention window of any layer; None for full attention. Blocks outside the window are freed."""
+    shared_cache: SharedCache | None = None
+    """The KV cache, if it was allocated as a shared one."""
+    cache_format: tuple[str, str] = ("", "")
+    """Name of the order of values within a block, and their dtype; for runners with "shared_cache"."""
 
     @abstractmethod
     def allocate_cache(self, layout: CacheLayout) -> None:

@@ -232,6 +232,10 @@ def state_of(sequence: EngineSequence) -> SamplingState:
     state = sequence.sampling_state
     if state is None:
         state = SamplingState.create(sequence.request, sequence.text_token_ids, sequence.index)
+        for token_id in sequence.request.output_token_ids:  # sampled by another engine
+            if state.temperature:
+                state.uniform()
+            state.record(token_id)
         sequence.sampling_state = state
     return state
 

@@ -29,6 +29,7 @@ from neso.engine.runners.native.packed_decoder import (
 from neso.engine.runners.native.packing import KINDS, Arena, reject_fp8
 from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
+from neso.engine.runners.shared_cache import CacheShape, SharedCache
 from neso.engine.sampling.token_sampling import RowMasks, SamplingBatch
 from neso.engine.spec_decode.draft import NO_TREE, DraftTreePlan, token_positions
 from neso.engine.specs.decoder_spec import DecoderSpec
@@ -49,7 +50,15 @@ class NativeRunner(SpecRunner):
     """
 
     capabilities: frozenset[Capability] = frozenset(
-        {"attention_sinks", "hidden_states", "input_embeddings", "lora", "ranks", "tree_attention"}
+        {
+            "attention_sinks",
+            "hidden_states",
+            "input_embeddings",
+            "lora",
+            "ranks",
+            "shared_cache",
+            "tree_attention",
+        }
     )
 
     def __init__(self, shard: Shard, weights: PackedDecoder, num_threads: int) -> None:
@@ -69,6 +78,7 @@ class NativeRunner(SpecRunner):
         self._adapter_kind: AdapterKind = "f32" if weights.cache_kind == "f32" else "bf16"
         self._hidden = np.empty((0, spec.hidden_size), np.float32)
         self._has_cache = False
+        self.cache_format = "native", "float32" if weights.cache_kind == "f32" else "bfloat16"
         self._moved: _native.Weights | None = None
 
     @classmethod
@@ -99,7 +109,14 @@ class NativeRunner(SpecRunner):
             self._decoder.set_all_reduce(communicator.native_all_reduce)
 
     def allocate_cache(self, layout: CacheLayout) -> None:
-        self._decoder.allocate_cache(layout.num_blocks, layout.block_size)
+        num_blocks, block_size = layout.num_blocks, layout.block_size
+        if layout.shared:
+            num_layers = self._shard.spec.num_layers
+            layer_bytes = self.cache_bytes_per_block(block_size) // num_layers
+            self.shared_cache = SharedCache.create(CacheShape(num_layers, num_blocks, layer_bytes))
+            self._decoder.allocate_cache(num_blocks, block_size, self.shared_cache.blocks.reshape(-1))
+        else:
+            self._decoder.allocate_cache(num_blocks, block_size)
         self._has_cache = True
 
     def cache_bytes_per_block(self, block_size: int) -> int:

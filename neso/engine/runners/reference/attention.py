@@ -19,6 +19,7 @@ import numpy.typing as npt
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.reference.layers import softcap
+from neso.engine.runners.shared_cache import CacheShape, SharedCache
 from neso.engine.spec_decode.draft import DraftTreePlan
 from neso.engine.specs.decoder_spec import DecoderSpec
 
@@ -35,8 +36,14 @@ class KVCache:
     def __init__(self, spec: DecoderSpec, layout: CacheLayout) -> None:
         self.block_size = layout.block_size
         self._kv_heads = spec.num_kv_heads
-        shape = (2 * spec.num_kv_heads, layout.num_blocks, layout.block_size, spec.head_dim)
-        self._layers = [np.zeros(shape, np.float32) for _ in range(spec.num_layers)]
+        shape = (spec.num_layers, 2 * spec.num_kv_heads, layout.num_blocks, layout.block_size, spec.head_dim)
+        self.shared: SharedCache | None = None
+        if layout.shared:
+            part_bytes = 4 * layout.block_size * spec.head_dim
+            self.shared = SharedCache.create(CacheShape(shape[0] * shape[1], layout.num_blocks, part_bytes))
+            self._layers = list(self.shared.blocks.view(np.float32).reshape(shape))
+        else:
+            self._layers = [np.zeros(shape[1:], np.float32) for _ in range(spec.num_layers)]
         self._scratch = np.empty(0, np.float32)
 
     @staticmethod

@@ -43,8 +43,18 @@ class ReferenceRunner(SpecRunner):
     """Holds the weights and the KV cache of a shard. Not thread-safe."""
 
     capabilities: frozenset[Capability] = frozenset(
-        {"attention_sinks", "hidden_states", "input_embeddings", "lora", "ranks", "tree_attention"}
+        {
+            "attention_sinks",
+            "hidden_states",
+            "input_embeddings",
+            "lora",
+            "ranks",
+            "shared_cache",
+            "tree_attention",
+        }
     )
+
+    cache_format = "reference", "float32"
 
     def __init__(self, shard: Shard, weights: DecoderWeights) -> None:
         super().__init__(shard.whole)
@@ -74,6 +84,7 @@ class ReferenceRunner(SpecRunner):
 
     def allocate_cache(self, layout: CacheLayout) -> None:
         self._cache = KVCache(self._spec, layout)
+        self.shared_cache = self._cache.shared
 
     def cache_bytes_per_block(self, block_size: int) -> int:
         return KVCache.bytes_per_block(self._spec, block_size)

@@ -1,0 +1,491 @@
+"""Exports and imports between two engines in one process, on the fake runner, which notices any wrong block."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+import zmq
+from eventually import wait_until
+from fake_engine import expected_tokens, make_core, make_request
+from transfer_engines import BLOCK, TransferEngine
+
+from neso.engine.core.attention_window import AttentionWindow
+from neso.engine.core.request import KvExport, KvImport
+from neso.engine.kv_transfer import fetch as fetch_module
+from neso.engine.kv_transfer.fetch import SharedMemoryReader
+from neso.generation import FinishReason
+
+PROMPT = list(range(1, 23))  # 5 full blocks and 2 tokens
+
+
+@pytest.fixture
+def engine():
+    """`engine(**options)` creates an engine."""
+    made: list[TransferEngine] = []
+
+    def make(**options) -> TransferEngine:
+        made.append(TransferEngine(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.core.close()
+
+
+@pytest.fixture(params=["shared memory", "messages", "TCP"])
+def pair(engine, request):
+    """A prefill and a decode engine."""
+    host = "127.0.0.1" if request.param == "TCP" else None
+    shared = request.param == "shared memory"
+    return engine(host=host), engine(allow_shared_memory=shared)
+
+
+def assert_imported(
+    decode: TransferEngine, prompt: list[int], num_tokens: int, name: str = "import t"
+) -> None:
+    outputs = decode.run_until_finished(name)
+    assert decode.tokens(name) == expected_tokens(prompt, 8)
+    assert outputs[0].imported_tokens == num_tokens
+    assert outputs[0].import_error == ""
+
+
+def assert_fell_back(
+    decode: TransferEngine, reason: str, prompt: list[int] = PROMPT, name: str = "import t"
+) -> None:
+    outputs = decode.run_until_finished(name)
+    assert decode.tokens(name) == expected_tokens(prompt, 8)
+    assert reason in outputs[0].import_error
+    assert decode.stats.fallbacks == 1
+    decode.wait_until_empty()
+
+
+def test_import_of_a_complete_export(pair):
+    prefill, decode = pair
+    output = prefill.complete_export(PROMPT)
+    assert output.finish_reason is FinishReason.LENGTH
+    assert (output.exported_tokens, output.token_ids) == (20, [])
+    assert prefill.num_used == 5 and prefill.stats.leases == 1
+    decode.import_from(prefill, PROMPT)
+    assert_imported(decode, PROMPT, 20)
+    assert decode.core.stats().prefix_hit_tokens == 0
+    assert decode.outputs["import t"][0].cached_tokens == 0
+    # The importing engine releases the lease.
+    prefill.wait_until_empty()
+    decode.wait_until_empty()
+    assert prefill.stats.expired_leases == 0
+    assert decode.stats.imports == 1 and decode.stats.imported_blocks == 5
+
+
+def test_import_follows_the_prefill_chunk_by_chunk(pair, engine):
+    prefill, decode = pair
+    config = prefill.core.scheduler.config
+    prefill.core.scheduler.config = msgspec.structs.replace(config, max_prefill_chunk=BLOCK + 1)
+    prefill.export(PROMPT)
+    decode.import_from(prefill, PROMPT)
+    decode.step()
+    (one,) = decode.transfer._imports
+    for num_blocks in (1, 2, 3, 5):  # after 5, 10, 15 and 20 tokens
+        prefill.step()
+        wait_until(lambda num_blocks=num_blocks: one.fetch.num_blocks == num_blocks)
+    assert_imported(decode, PROMPT, 20)
+    prefill.wait_until_empty()
+
+
+def test_import_before_the_export_is_known(pair):
+    prefill, decode = pair
+    decode.import_from(prefill, PROMPT)
+    decode.step()
+    prefill.complete_export(PROMPT)
+    assert_imported(decode, PROMPT, 20)
+
+
+def test_only_missing_blocks_are_fetched(pair):
+    prefill, decode = pair
+    decode.add(make_request("first", PROMPT[:10]))
+    decode.run_until_finished("first")
+    prefill.complete_export(PROMPT)
+    decode.import_from(prefill, PROMPT)
+    assert_imported(decode, PROMPT, 12)
+    assert decode.outputs["import t"][0].cached_tokens == 8
+    assert decode.stats.imported_blocks == 3
+
+
+def test_a_cached_prompt_needs_no_transfer(pair):
+    prefill, decode = pair
+    decode.add(make_request("first", PROMPT))
+    decode.run_until_finished("first")
+    prefill.complete_export(PROMPT)
+    decode.import_from(prefill, PROMPT)
+    assert_imported(decode, PROMPT, 0)
+    prefill.wait_until_empty()
+    assert decode.stats.imported_blocks == 0
+
+
+@pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1])
+def test_short_prompts(pair, length):
+    prefill, decode = pair
+    output = prefill.complete_export(PROMPT[:length])
+    assert output.exported_tokens == (length - 1) // BLOCK * BLOCK
+    decode.import_from(prefill, PROMPT[:length])
+    assert_imported(decode, PROMPT[:length], output.exported_tokens)
+    prefill.wait_until_empty()
+
+
+def test_many_transfers_at_a_time(pair):
+    prefill, decode = pair
+    prompts = {str(i): [i + 1, *PROMPT[: 5 + i]] for i in range(12)}
+    for name, prompt in prompts.items():
+        prefill.export(prompt, name)
+        decode.import_from(prefill, prompt, name)
+
+    def finished() -> bool:
+        prefill.step()
+        decode.step()
+        return all(decode.is_finished(f"import {name}") for name in prompts)
+
+    wait_until(finished)
+    for name, prompt in prompts.items():
+        assert decode.tokens(f"import {name}") == expected_tokens(prompt, 8)
+    assert decode.stats.fallbacks == 0
+    prefill.wait_until_empty()
+    decode.wait_until_empty()
+
+
+def test_continued_request_exports_and_imports_its_output(pair):
+    prefill, decode = pair
+    whole = expected_tokens(PROMPT, 8)
+    assert prefill.complete_export(PROMPT, output_token_ids=whole[:5]).exported_tokens == 24
+    decode.import_from(prefill, PROMPT, output_token_ids=whole[:5])
+    outputs = decode.run_until_finished("import t")
+    assert decode.tokens("import t") == whole[5:]
+    assert outputs[0].imported_tokens == 24
+
+
+def test_import_of_a_shorter_export(pair):
+    """The decode engine has died after some tokens; the export has only the prompt."""
+    prefill, decode = pair
+    whole = expected_tokens(PROMPT, 8)
+    prefill.complete_export(PROMPT)
+    decode.import_from(prefill, PROMPT, output_token_ids=whole[:5])
+    outputs = decode.run_until_finished("import t")
+    assert decode.tokens("import t") == whole[5:]
+    assert outputs[0].imported_tokens == 20
+    decode.wait_until_empty()
+
+
+def test_export_with_a_sliding_window(engine):
+    window = AttentionWindow(6, 2)
+    prefill, decode = engine(window=window, max_prefill_chunk=3), engine(window=window, max_prefill_chunk=3)
+    prefill.complete_export(PROMPT)
+    decode.import_from(prefill, PROMPT)
+    decode.run_until_finished("import t")
+    assert decode.tokens("import t") == expected_tokens(PROMPT, 8, window)
+    assert decode.outputs["import t"][0].imported_tokens == 20
+    prefill.wait_until_empty()
+    decode.wait_until_empty()
+
+
+def test_preempted_import(engine):
+    prefill, decode = engine(), engine(num_blocks=12)
+    for name in "ab":
+        prefill.complete_export([ord(name), *PROMPT[1:]], name)
+        decode.import_from(prefill, [ord(name), *PROMPT[1:]], name, max_tokens=14)
+    for name in "ab":
+        decode.run_until_finished(f"import {name}")
+        assert decode.tokens(f"import {name}") == expected_tokens([ord(name), *PROMPT[1:]], 14)
+    decode.wait_until_empty()
+
+
+# -- leases ---------------------------------------------------------------------------------------------------------
+
+
+def test_lease_expires(engine):
+    prefill, decode = engine(), engine()
+    prefill.complete_export(PROMPT, lease=0.0)
+    prefill.wait_until_empty()
+    assert prefill.stats.expired_leases == 1
+    decode.import_from(prefill, PROMPT)
+    assert_fell_back(decode, "lease has ended")
+
+
+def test_extended_lease_does_not_delay_others(engine):
+    prefill = engine()
+    prefill.complete_export(PROMPT, "first", lease=0.2)
+    prefill.transfer.extend_lease("first", 600.0)
+    prefill.complete_export(PROMPT[::-1], "second", lease=0.2)
+
+    def only_first() -> bool:
+        prefill.step()
+        return prefill.stats.leases == 1
+
+    wait_until(only_first)
+    assert prefill.num_used == 5
+    prefill.transfer.release_lease("first")
+    prefill.wait_until_empty()
+    assert prefill.stats.expired_leases == 1
+
+
+def test_blocks_of_a_lease_are_not_reused(engine):
+    prefill = engine(num_blocks=8)
+    prefill.complete_export(PROMPT)
+    prefill.export(PROMPT[::-1], "second")
+    for _ in range(3):
+        prefill.step()
+    assert not prefill.is_finished("export second") and prefill.num_used == 5
+    prefill.transfer.release_lease("t")
+    prefill.run_until_finished("export second")
+
+
+def test_released_blocks_stay_cached(engine):
+    prefill = engine()
+    prefill.complete_export(PROMPT)
+    prefill.transfer.release_lease("t")
+    prefill.wait_until_empty()
+    assert prefill.complete_export(PROMPT, "again").cached_tokens == 16
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_aborted_export(engine):
+    prefill, decode = engine(max_prefill_chunk=BLOCK), engine()
+    prefill.export(PROMPT)
+    prefill.step()
+    decode.import_from(prefill, PROMPT)
+    decode.step()
+    (one,) = decode.transfer._imports
+    wait_until(lambda: one.fetch.num_blocks == 1)
+    prefill.core.abort("export t")
+    prefill.wait_until_empty()
+    outputs = decode.run_until_finished("import t")
+    assert decode.tokens("import t") == expected_tokens(PROMPT, 8)
+    assert "aborted" in outputs[0].import_error
+    assert outputs[0].imported_tokens == BLOCK
+    decode.wait_until_empty()
+
+
+def test_preempted_export_continues(engine):
+    prefill, decode = engine(max_prefill_chunk=BLOCK, num_blocks=11), engine()
+    prompt = list(range(1, 35))
+    prefill.export(prompt, priority=5)
+    prefill.step()
+    prefill.step()
+    decode.import_from(prefill, prompt)
+    decode.step()
+    (one,) = decode.transfer._imports
+    wait_until(lambda: one.fetch.num_blocks == 2)
+    prefill.add(make_request("urgent", PROMPT[::-1], max_tokens=16, priority=-5))
+    prefill.run_until_finished("urgent")
+    assert prefill.core.scheduler.num_preemptions
+    prefill.run_until_finished("export t")
+    assert_imported(decode, prompt, 32)
+    prefill.wait_until_empty()
+
+
+def test_prefill_engine_that_does_not_answer(engine):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        silent.bind("ipc://@neso-test-silent")
+        decode = engine()
+        decode.import_from("ipc://@neso-test-silent#token", PROMPT, timeout=0.2)
+        assert_fell_back(decode, "did not answer in time")
+
+
+def test_prefill_engine_that_ends(engine):
+    prefill, decode = engine(max_prefill_chunk=BLOCK), engine()
+    prefill.export(PROMPT)
+    prefill.step()
+    decode.import_from(prefill, PROMPT, timeout=2.0)
+    decode.step()
+    (one,) = decode.transfer._imports
+    wait_until(lambda: one.fetch.num_blocks == 1)
+    prefill.core.close()
+    assert decode.run_until_finished("import t")[0].imported_tokens == BLOCK
+    assert_fell_back(decode, "did not answer in time")
+
+
+def test_complete_export_outlives_its_engine(engine, monkeypatch):
+    """Blocks that were reported can be read when their engine has ended: the memory stays mapped."""
+    prefill, decode = engine(), engine()
+    prefill.complete_export(PROMPT)
+    read = SharedMemoryReader.read
+
+    def read_later(self, blocks, targets):
+        prefill.core.close()
+        return read(self, blocks, targets)
+
+    monkeypatch.setattr(SharedMemoryReader, "read", read_later)
+    decode.import_from(prefill, PROMPT)
+    assert_imported(decode, PROMPT, 20)
+
+
+def test_blocks_that_are_reused_during_the_read_are_discarded(engine, monkeypatch):
+    prefill, decode = engine(num_blocks=6), engine()
+    prefill.complete_export(PROMPT)
+    read = SharedMemoryReader.read
+
+    def read_too_late(self, blocks, targets):
+        prefill.transfer.release_lease("t")
+        prefill.add(make_request("other", PROMPT[::-1], max_tokens=1))
+        prefill.run_until_finished("other")
+        return read(self, blocks, targets)
+
+    monkeypatch.setattr(SharedMemoryReader, "read", read_too_late)
+    decode.import_from(prefill, PROMPT)
+    assert_fell_back(decode, "was released")
+    assert decode.stats.imported_blocks == 0
+
+
+def test_abort_during_the_read_keeps_the_targets_reserved(engine, monkeypatch):
+    prefill, decode = engine(), engine()
+    prefill.complete_export(PROMPT)
+    reading, may_end = threading.Event(), threading.Event()
+    read = SharedMemoryReader.read
+
+    def slow_read(self, blocks, targets):
+        reading.set()
+        assert may_end.wait(60)
+        return read(self, blocks, targets)
+
+    monkeypatch.setattr(SharedMemoryReader, "read", slow_read)
+    decode.import_from(prefill, PROMPT)
+    decode.step()
+    assert reading.wait(60)
+    decode.core.abort("import t")
+    decode.step()
+    assert decode.num_used == 5 and decode.core.has_work
+    may_end.set()
+    decode.wait_until_empty()
+    assert "import t" not in decode.outputs
+    # The lease is kept, because the request may go to another engine.
+    assert prefill.stats.leases == 1
+
+
+def test_decode_engine_without_free_blocks_waits(engine):
+    prefill, decode = engine(), engine(num_blocks=10)
+    prefill.complete_export(PROMPT)
+    decode.add(make_request("first", PROMPT[::-1], max_tokens=16))
+    decode.step()
+    decode.import_from(prefill, PROMPT)
+    assert_imported(decode, PROMPT, 20)
+    assert decode.is_finished("import t") and decode.tokens("first") == expected_tokens(PROMPT[::-1], 16)
+
+
+def test_decode_engine_that_gets_no_free_blocks(engine):
+    prefill, decode = engine(), engine(num_blocks=10)
+    prefill.complete_export(PROMPT)
+    decode.add(make_request("first", PROMPT[::-1], max_tokens=16))
+    decode.step()
+    decode.import_from(prefill, PROMPT, timeout=0.0)
+    assert_fell_back(decode, "no free blocks")
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("nowhere", "is not the kv_address"),
+        ("tcp://#x", "cannot connect"),
+        ("wrong token", "the token is wrong"),
+    ],
+)
+def test_wrong_addresses(engine, address, reason):
+    prefill, decode = engine(), engine()
+    if address == "wrong token":
+        address = prefill.address.partition("#")[0] + "#guess"
+    decode.import_from(address, PROMPT)
+    assert_fell_back(decode, reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"model": "another"}, "different models"), ({"block_size": 8}, "block_size is 4 here and 8 there")],
+)
+def test_different_caches_are_refused(engine, options, reason):
+    prefill, decode = engine(**options), engine()
+    prefill.complete_export(PROMPT)
+    decode.import_from(prefill, PROMPT)
+    assert_fell_back(decode, reason)
+
+
+def test_other_tokens_are_refused(engine):
+    prefill, decode = engine(), engine()
+    prefill.complete_export(PROMPT)
+    decode.import_from(prefill, PROMPT[::-1])
+    assert_fell_back(decode, "other tokens", PROMPT[::-1])
+    assert decode.stats.imported_blocks == 0
+
+
+def test_another_salt_is_refused(engine):
+    prefill, decode = engine(), engine()
+    prefill.complete_export(PROMPT, cache_identity=("a",))
+    decode.import_from(prefill, PROMPT, cache_identity=("b",))
+    assert_fell_back(decode, "other tokens")
+
+
+def test_invalid_messages_do_not_disturb_the_server(engine):
+    prefill, decode = engine(), engine()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(prefill.address.partition("#")[0])
+        for message in (b"", b"\xc1", b"\x81\xa4type", b"x" * 10_000):
+            socket.send(message)
+            assert b"refused" in socket.recv()
+        socket.send_multipart([b"", b""])
+        assert b"refused" in socket.recv()
+    prefill.complete_export(PROMPT)
+    decode.import_from(prefill, PROMPT)
+    assert_imported(decode, PROMPT, 20)
+
+
+# -- requests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["kv_export", "kv_import"])
+def test_engine_without_transfers_refuses(field):
+    core = make_core()
+    value = KvExport("t") if field == "kv_export" else KvImport("ipc://@x#y", "t")
+    (output,) = core.add(make_request("r", PROMPT, **{field: value}))
+    assert output.finish_reason is FinishReason.ERROR and output.error_field == field
+    assert "kv_transfer" in output.error
+
+
+def test_transfer_id_in_use(engine):
+    prefill = engine()
+    prefill.complete_export(PROMPT)
+    prefill.add(make_request("again", PROMPT).prefill_only(KvExport("t")))
+    assert "in use" in prefill.outputs["again"][0].error
+    assert prefill.stats.leases == 1
+
+
+def test_export_of_several_sequences(engine):
+    prefill = engine()
+    prefill.add(make_request("r", PROMPT, n=2, kv_export=KvExport("t")))
+    assert "prefill_only" in prefill.outputs["r"][0].error
+    prefill.add(make_request("r2", PROMPT, n=2).prefill_only(KvExport("t")))
+    assert prefill.run_until_finished("r2")[-1].exported_tokens == 20
+
+
+def test_export_longer_than_the_cache(engine):
+    prefill = engine(num_blocks=4, window=AttentionWindow(4), max_prefill_chunk=4)
+    prefill.add(make_request("r", PROMPT).prefill_only(KvExport("t")))
+    assert "exceed the KV cache" in prefill.outputs["r"][0].error
+    prefill.wait_until_empty()
+
+
+def test_prompt_log_probabilities_ignore_the_transfer(engine):
+    prefill, decode = engine(), engine()
+    prefill.complete_export(PROMPT)
+    decode.import_from(prefill, PROMPT, prompt_logprobs=1)
+    outputs = decode.run_until_finished("import t")
+    assert sum(len(output.prompt_logprobs) for output in outputs) == len(PROMPT) - 1
+    assert decode.stats.imported_blocks == 0
+    prefill.wait_until_empty()
+
+
+def test_messages_are_read_in_parts(engine, monkeypatch):
+    monkeypatch.setattr(fetch_module, "MAX_READ_BYTES", 2 * 8 * BLOCK)
+    prefill, decode = engine(), engine(allow_shared_memory=False)
+    prefill.complete_export(PROMPT)
+    decode.import_from(prefill, PROMPT)
+    assert_imported(decode, PROMPT, 20)
