@@ -92,14 +92,14 @@ class GenerateEndpoint:
             inference = InferenceRequest(model.name, {}, version, client=client)
             values = _read_text_values(document, model, inference)
             if values is not None:
-                self._service.prepare(inference, request.header_items, request.trace)
+                self._service.forward_headers(inference, request.header_items)
                 fields_of = model.read_text_request(inference, values)
                 if fields_of is not None:
+                    inference.trace = request.trace
                     return model.submit(inference), fields_of
         inference = _read_tensors(document, model, version)
         inference.client, inference.input_bytes = client, len(request.body)
-        self._service.prepare(inference, request.header_items, request.trace)
-        return model.submit(inference), None
+        return self._service.submit(model, inference, request.header_items, request.trace), None
 
 
 def _read_text_values(

@@ -110,8 +110,8 @@ class ModelInfer:
         responder.shared = output.shared
         self._calls.add_pending(responder)
         call.on_cancel = responder.cancel
-        service.prepare(request, functools.partial(text_metadata, call), responder.trace)
-        responder.stream = stream = model.submit(request)
+        headers = functools.partial(text_metadata, call)
+        responder.stream = stream = service.submit(model, request, headers, responder.trace)
         stream.consume(SingleResponse(responder))
 
 

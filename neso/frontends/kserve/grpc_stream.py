@@ -124,8 +124,7 @@ class InferStream:
                 if received_ns:
                     header = dict(self._context.invocation_metadata() or ()).get
                     trace = service.start_trace(model.name, header, received_ns, RECEIVE_STAMPS)
-                service.prepare(request, self._headers, trace)
-                responses = model.submit(request)
+                responses = service.submit(model, request, self._headers, trace)
             except Exception as error:
                 if trace is not None:
                     trace.end()

@@ -125,8 +125,7 @@ class InferEndpoint:
 
     def _submit(self, request: Request, model: Model, inference: InferenceRequest) -> ResponseStream:
         inference.client, inference.input_bytes = request.connection.address, len(request.body)
-        self._service.prepare(inference, request.header_items, request.trace)
-        return model.submit(inference)
+        return self._service.submit(model, inference, request.header_items, request.trace)
 
 
 def _has_large_json(request: Request) -> bool:

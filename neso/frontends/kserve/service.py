@@ -13,6 +13,7 @@ from neso.frontends.header_forwarding import HeaderForwarding
 from neso.server.core import Core
 from neso.server.errors import InvalidArgument, Unsupported
 from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import ResponseStream
 from neso.server.metadata import IndexEntry, ModelMetadata, ServerMetadata
 from neso.server.model import Model
 from neso.server.tracing import Trace
@@ -108,11 +109,18 @@ class KServeService:
             raise Unsupported(f"{api} doesn't support models with decoupled transaction policy")
         return model
 
-    def prepare(self, request: InferenceRequest, headers: Headers, trace: Trace | None) -> None:
-        """Add the forwarded headers and the trace to a request, before it is submitted to its model."""
+    def submit(
+        self, model: Model, request: InferenceRequest, headers: Headers, trace: Trace | None
+    ) -> ResponseStream:
+        """Submit a request to its model, with the forwarded headers and the trace. Raises `ServerError`."""
+        self.forward_headers(request, headers)
+        request.trace = trace
+        return model.submit(request)
+
+    def forward_headers(self, request: InferenceRequest, headers: Headers) -> None:
+        """Add the forwarded headers to the parameters of a request."""
         if self._header_forwarding is not None:
             request.parameters.update(self._header_forwarding.parameters(headers()))
-        request.trace = trace
 
     def start_trace(
         self,
