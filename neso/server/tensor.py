@@ -130,6 +130,19 @@ for _datatype, _dtype in _NUMPY.items():
 _FROM_NUMPY = {dtype: datatype for datatype, dtype in _NUMPY.items()}
 
 
+class OwnedArray(np.ndarray[Any, Any]):
+    """An array whose DLPack capsules keep `owner` alive."""
+
+    owner: Any = None
+
+    @classmethod
+    def of(cls, array: npt.NDArray[Any], owner: Any) -> OwnedArray:
+        """Return a view of the array."""
+        view = array.view(cls)
+        view.owner = owner
+        return view
+
+
 @dataclass(slots=True, eq=False)
 class Tensor:
     """An immutable tensor. `array` is in C order; BYTES tensors are object arrays of `bytes`."""

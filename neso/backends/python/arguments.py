@@ -28,7 +28,7 @@ def as_integer(value: Any, name: str) -> int:
         raise _wrong_type(value, name, "an int") from None
 
 
-def as_list(values: Iterable[Item], item_type: type[Item], name: str) -> list[Item]:
+def as_list(values: Iterable[Item] | None, item_type: type[Item], name: str) -> list[Item]:
     """Return a list argument. Raises `TritonModelException` if an item is None."""
     if values is None or isinstance(values, str | bytes):
         raise _wrong_type(values, name, "a list")

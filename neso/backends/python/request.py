@@ -24,15 +24,18 @@ TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 
 
 class InferenceRequest:
-    """A request passed to `execute`, or created by a model for a BLS call."""
+    """A request passed to `execute`, or created by a model for a BLS call.
+
+    As in Triton, `inputs`, `requested_output_names` and `model_name` are required: without them, `TypeError` is raised.
+    """
 
     def __init__(
         self,
         request_id: str = "",
         correlation_id: int | str = 0,
-        inputs: Sequence[Tensor] = (),
-        requested_output_names: Sequence[str] = (),
-        model_name: str | bytes = "",
+        inputs: Sequence[Tensor] | None = None,
+        requested_output_names: Sequence[str] | None = None,
+        model_name: str | bytes | None = None,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -139,9 +142,19 @@ class InferenceRequest:
         return responses if decoupled else next(responses)
 
     async def async_exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Like `exec`, for coroutines. The iterator works with `async for`; with `for`, it blocks the event loop."""
+        """Like `exec`, for coroutines. With `decoupled`, waits for the first response, as in Triton.
+
+        The iterator works with `async for`. With `for`, it blocks the event loop while it waits for further responses.
+        """
         responses = ResponseIterator(current_access(), self._to_server(), decoupled, running_loop_calls())
-        return responses if decoupled else await anext(responses)
+        try:
+            if not decoupled:
+                return await anext(responses)
+            await responses.wait()
+            return responses
+        except asyncio.CancelledError:
+            responses.cancel()
+            raise
 
     def _to_server(self) -> ServerRequest:
         if not self._model_name:
@@ -213,12 +226,14 @@ class ResponseIterator:
             raise TypeError("the responses of exec() cannot be iterated with 'async for': use async_exec()")
         if self._ended:
             raise StopAsyncIteration
-        while True:
-            try:
-                return self._convert(self._responses.get_nowait())
-            except queue.Empty:
-                self._arrived.clear()
-                await self._arrived.wait()
+        await self.wait()
+        return self._convert(self._responses.get_nowait())
+
+    async def wait(self) -> None:
+        """Wait until the next response has arrived. For iterators of `async_exec`."""
+        while self._responses.empty():
+            self._arrived.clear()
+            await self._arrived.wait()
 
     def cancel(self) -> None:
         """Cancel the call."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from neso.backends.python.arguments import as_text
 from neso.backends.python.errors import TritonModelException
 from neso.server.errors import InvalidArgument
-from neso.server.tensor import DataType
+from neso.server.tensor import DataType, OwnedArray
 from neso.server.tensor import Tensor as ServerTensor
 
 
@@ -51,7 +51,7 @@ class Tensor:
         return True
 
     def to_dlpack(self) -> Any:
-        """Return a DLPack capsule that shares the memory."""
+        """Return a DLPack capsule that shares the memory and keeps the tensor alive."""
         return self.__dlpack__()
 
     @staticmethod
@@ -67,7 +67,7 @@ class Tensor:
         """Return a DLPack capsule that shares the memory. Raises `TritonModelException` for BYTES."""
         if self._datatype is DataType.BYTES:
             raise TritonModelException("DLPack does not have support for string tensors.")
-        return _export_dlpack(self.as_numpy(), **options)
+        return _export_dlpack(self.as_numpy(), self, **options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return _DLPACK_CPU, 0
@@ -195,11 +195,11 @@ class _DLPackTensor(ctypes.Structure):
     )
 
 
-def _export_dlpack(array: npt.NDArray[Any], **options: Any) -> Any:
+def _export_dlpack(array: npt.NDArray[Any], owner: Tensor, **options: Any) -> Any:
     """Return a DLPack capsule that shares the array's memory. numpy itself does not support bfloat16."""
     if DataType.of_numpy(array.dtype) is not DataType.BF16:
-        return array.__dlpack__(**options)
-    capsule = array.view(np.uint16).__dlpack__()
+        return OwnedArray.of(array, owner).__dlpack__(**options)
+    capsule = OwnedArray.of(array.view(np.uint16), owner).__dlpack__()
     _dlpack_dtype(capsule).code = _BFLOAT
     return capsule
 

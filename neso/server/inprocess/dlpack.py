@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.server.errors import InvalidArgument
+from neso.server.tensor import OwnedArray
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _BFLOAT, _UINT = 4, 1  # DLDataTypeCode
@@ -110,17 +111,10 @@ def to_numpy(owner: Any, what: str = "the object") -> npt.NDArray[Any]:
         return array.view(BFLOAT16) if relabelled.was_bfloat16 else array
 
 
-class _OwnedArray(np.ndarray[Any, Any]):
-    """An array whose DLPack capsules keep `owner` alive."""
-
-    owner: Any = None
-
-
 def export(array: npt.NDArray[Any], owner: Any, **options: Any) -> Any:
     """Return the DLPack capsule of an array, which keeps `owner` alive; `options` as for `__dlpack__`."""
     is_bfloat16 = array.dtype == BFLOAT16
-    exported = (array.view(np.uint16) if is_bfloat16 else array).view(_OwnedArray)
-    exported.owner = owner
+    exported = OwnedArray.of(array.view(np.uint16) if is_bfloat16 else array, owner)
     capsule = exported.__dlpack__(**options)
     if is_bfloat16:
         _tensor(capsule).dtype.code = _BFLOAT

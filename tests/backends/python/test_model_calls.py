@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_requests import collect, send_request
+from eventually import until
 from repository_builder import IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS, SLOW, RepositoryBuilder
 
 from neso.server.core import Core
@@ -45,6 +46,23 @@ class TritonPythonModel:
         ]
 """
 
+PAIRS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.waiting = []
+
+    def execute(self, requests):
+        self.waiting += [request.get_response_sender() for request in requests]
+        if len(self.waiting) == 2:
+            for i, sender in enumerate(self.waiting):
+                response = pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([i], np.int32))])
+                sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+"""Responds when there are two requests."""
+
 
 @pytest.fixture
 async def serve(tmp_path: Path, python_options):
@@ -56,6 +74,7 @@ async def serve(tmp_path: Path, python_options):
         repository.add("double", DOUBLE)
         repository.add("repeat", REPEAT, REPEAT_TENSORS)
         repository.add("slow", SLOW)
+        repository.add("pairs", PAIRS, REPEAT_TENSORS)
         policy = "model_transaction_policy { decoupled: true }" if decoupled else ""
         repository.add("caller", HEAD + code, IDENTITY_TENSORS + policy)
         core = Core(
@@ -172,6 +191,30 @@ async def test_blocking_iteration_of_asynchronous_calls(serve):
         return [answer(*(v for responses in await asyncio.gather(*calls) for r in responses for v in values(r)))]
 """)
     assert await outcome(core) == [0, 1, 0, 1, 2]
+
+
+async def test_asynchronous_calls_wait_for_the_first_response(serve):
+    core = await serve("""
+    async def execute(self, requests):
+        async def one():  # the loop would block the other coroutine's call
+            responses = await call("pairs", "COUNT", [1], np.int32).async_exec(decoupled=True)
+            return [value for response in responses for value in values(response)]
+        return [answer(*sum(await asyncio.gather(one(), one()), []))]
+""")
+    assert sorted(await outcome(core)) == [0, 1]
+
+
+async def test_cancelling_a_coroutine_cancels_its_call(serve):
+    core = await serve("""
+    async def execute(self, requests):
+        first = asyncio.create_task(call("pairs", "COUNT", [1], np.int32).async_exec(decoupled=True))
+        await asyncio.sleep(0)  # the call is submitted
+        first.cancel()
+        await asyncio.wait([first])
+        return [answer(first.cancelled())]
+""")
+    assert await outcome(core) == [1]
+    await until(lambda: not core.model("pairs").pending_count)
 
 
 async def test_asynchronous_iteration_of_a_blocking_call_is_an_error(serve):

@@ -41,6 +41,16 @@ def test_dlpack_with_torch():
     assert pb_utils.Tensor.from_dlpack("B", to_dlpack(torch.ones(2))).as_numpy().tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_dlpack_capsule_keeps_the_tensor_alive(dtype):
+    tensor = pb_utils.Tensor("A", np.ones(3, dtype))
+    before = sys.getrefcount(tensor)
+    capsule = tensor.to_dlpack()
+    assert sys.getrefcount(tensor) == before + 1
+    del capsule
+    assert sys.getrefcount(tensor) == before
+
+
 def test_dlpack_of_bfloat16():
     torch = pytest.importorskip("torch")
     tensor = pb_utils.Tensor("A", np.array([1.5, -2], ml_dtypes.bfloat16))
@@ -85,7 +95,7 @@ def test_preferred_memory():
     assert wish.preferred_memory_type() == pb_utils.MemoryType.TRITONSERVER_MEMORY_GPU == 1
     assert wish.preferred_device_id() == 1
     assert pb_utils.PreferredMemory().preferred_memory_type() == pb_utils.TRITONSERVER_MEMORY_CPU == 0
-    pb_utils.InferenceRequest(model_name="m", preferred_memory=wish)
+    pb_utils.InferenceRequest(**REQUEST, preferred_memory=wish)
 
 
 def test_datatype_numbers_match_the_protocol():
@@ -156,6 +166,13 @@ REQUEST = {"inputs": [pb_utils.Tensor("A", np.zeros(1))], "requested_output_name
 def test_request_arguments_of_a_wrong_type(wrong):
     with pytest.raises(TypeError, match=next(iter(wrong))):
         pb_utils.InferenceRequest(**{**REQUEST, **wrong})
+
+
+@pytest.mark.parametrize("missing", REQUEST)
+def test_required_arguments_of_a_request(missing):
+    given = {name: value for name, value in REQUEST.items() if name != missing}
+    with pytest.raises(TypeError, match=missing):
+        pb_utils.InferenceRequest(**given)
 
 
 def test_missing_tensors_are_rejected():

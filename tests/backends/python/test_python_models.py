@@ -562,7 +562,8 @@ async def test_untraced_request_has_a_trace_without_context(serve):
                 for request in requests:
                     trace = request.trace()
                     assert isinstance(trace, pb_utils.InferenceTrace) and trace.get_context() is None
-                    pb_utils.InferenceRequest(model_name="any", trace=trace)
+                    pb_utils.InferenceRequest(
+                        model_name="any", inputs=[], requested_output_names=[], trace=trace)
                 (request,) = requests
                 return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", request.inputs()[0].as_numpy())])]
     """
