@@ -2,8 +2,8 @@
 
 - sums by size: shared memory, MPI_Allreduce called from C++, and mpi4py's Allreduce, in turns
 - plans by batch size: encoding, sending, receiving and decoding, against MPI_Bcast of the same bytes
-- tokens per second: one rank of two threads against two ranks of one thread, in turns, and what the model of the costs
-  predicts for more ranks
+- tokens per second: one rank of two threads against two ranks and two pipeline stages of one thread, in turns, and what
+  the model of the costs predicts for more ranks
 
 usage: python bench/ranks.py [--model m] [--repeats 5]      (pip install neso[mpi])
 """
@@ -207,6 +207,7 @@ def compare_engines(checkpoint: Path, model: str, repeats: int, costs: dict[str,
         "1 rank, 1 thread": {"num_threads": 1},
         "1 rank, 2 threads": {"num_threads": 2},
         "2 ranks, 1 thread": {"num_threads": 1, "tensor_parallel_size": 2},
+        "2 stages, 1 thread": {"num_threads": 1, "pipeline_parallel_size": 2},
     }
     cases = {"prefill, batch 8": (8, 1), "decode, batch 1": (1, OUTPUT), "decode, batch 8": (8, OUTPUT)}
     found: dict[tuple[str, str], list[float]] = {}

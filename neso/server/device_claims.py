@@ -12,6 +12,7 @@ class DeviceClaims:
 
     def __init__(self) -> None:
         self._claims: dict[object, tuple[str, frozenset[int]]] = {}
+        self._ranks: set[str] = set()
 
     def claim(self, owner: object, model: str, devices: Sequence[int]) -> list[str]:
         """Claim these devices; returns the names of other models that use one of them."""
@@ -31,6 +32,13 @@ class DeviceClaims:
         devices = sorted(sorted(range(total), key=lambda device: used[device])[:count])
         self.claim(owner, model, devices)
         return devices
+
+    def claim_ranks(self, address: str) -> bool:
+        """Claim the ranks of a launcher that connect to `address`. False if a model has claimed them before: they end
+        with the model."""
+        is_new = address not in self._ranks
+        self._ranks.add(address)
+        return is_new
 
     def release(self, owner: object) -> None:
         """Release the devices of an unloaded model."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from neso.backends.llm.launched_ranks import check_participants, with_launched_ranks
+from neso.backends.llm.launched_ranks import check_participants, claim_launched_ranks, with_launched_ranks
 from neso.engine.config import EngineConfig
+from neso.server.device_claims import DeviceClaims
 from neso.server.errors import InvalidArgument
 
 SETTINGS = {"ranks": "4", "rank-address": "/tmp/ranks", "rank-model": "m"}
@@ -26,6 +27,16 @@ def test_other_models_and_other_numbers_of_ranks() -> None:
     assert with_launched_ranks(config(), "other", SETTINGS) == config()
     with pytest.raises(InvalidArgument, match="4 ranks were started"):
         with_launched_ranks(config(tensor_parallel_size=2), "m", SETTINGS)
+
+
+def test_ranks_of_a_launcher_run_one_model_once() -> None:
+    claims, launched = DeviceClaims(), with_launched_ranks(config(), "m", SETTINGS)
+    with pytest.raises(InvalidArgument, match="2 engines cannot run on the ranks of one launcher"):
+        claim_launched_ranks(claims, launched, "m", 2)
+    claim_launched_ranks(claims, launched, "m", 1)
+    with pytest.raises(InvalidArgument, match="ended with the model; only the launcher can start"):
+        claim_launched_ranks(claims, launched, "m", 1)
+    claim_launched_ranks(claims, config(tensor_parallel_size=2), "own", 2)
 
 
 def test_participants_in_leader_mode_are_all_ranks() -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from neso.backends.llm.cluster_metrics import ClusterMetrics
 from neso.backends.llm.engine_sharing import EngineReconnector, EngineShare
 from neso.backends.llm.engine_supervisor import EngineSupervisor
-from neso.backends.llm.launched_ranks import with_launched_ranks
+from neso.backends.llm.launched_ranks import claim_launched_ranks, with_launched_ranks
 from neso.backends.llm.metrics import LlmMetrics, RequestTimer
 from neso.backends.llm.orchestrator_mode import with_own_devices
 from neso.backends.option_files import (
@@ -258,6 +258,7 @@ class EngineBackend(Backend):
         config = self._config = with_launched_ranks(config, context.name, context.backend_config)
         in_process = context.backend_config.get("in-process", "false").lower() == "true"
         count = config.cluster.workers or config.data_parallel_size or self.num_instances
+        claim_launched_ranks(context.core.devices, config, context.name, count)
         gpus = [str(gpu) for gpu in available_gpus()]
         workers: ClusterEngine | None = None
         try:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from neso.engine.config import EngineConfig
+from neso.server.device_claims import DeviceClaims
 from neso.server.errors import InvalidArgument
 
 
@@ -34,6 +35,24 @@ def with_launched_ranks(config: EngineConfig, model: str, settings: Mapping[str,
             f"pipeline_parallel_size {config.pipeline_parallel_size} need {config.num_ranks}"
         )
     return replace(config, rank_address=settings["rank-address"])
+
+
+def claim_launched_ranks(claims: DeviceClaims, config: EngineConfig, model: str, engines: int) -> None:
+    """Take the ranks of the launcher for a model that runs on them. Raises `InvalidArgument`.
+
+    They can be taken once, because their processes end with the model.
+    """
+    if config.rank_address is None:
+        return
+    if engines > 1:
+        raise InvalidArgument(
+            f"{engines} engines cannot run on the ranks of one launcher; set their number to 1"
+        )
+    if not claims.claim_ranks(config.rank_address):
+        raise InvalidArgument(
+            f"the ranks of model '{model}' were started beside the server and ended with the model; only the launcher "
+            "can start them again: start the job again"
+        )
 
 
 def check_participants(participants: Sequence[int], config: EngineConfig, instances: int) -> None:

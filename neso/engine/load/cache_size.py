@@ -55,7 +55,7 @@ def num_host_blocks(config: EngineConfig, runner: Runner) -> int:
         return 0
     if "host_cache" not in runner.capabilities:
         raise EngineError(
-            f"kv_cache_host_memory_bytes: {type(runner).__name__} already keeps its KV cache in host memory"
+            f"kv_cache_host_memory_bytes: {runner.name} already keeps its KV cache in host memory"
         )
     if not config.scheduler.enable_prefix_caching:
         raise EngineError("kv_cache_host_memory_bytes needs enable_prefix_caching: it keeps cached prefixes")

@@ -226,9 +226,7 @@ def _load_images(
     config: EngineConfig, spec: VisionSpec, source: TensorSource, runner: Runner
 ) -> ImageEncoder:
     if "input_embeddings" not in runner.capabilities:
-        raise UnsupportedModel(
-            f"the runner {type(runner).__name__} takes token ids only, the model takes images"
-        )
+        raise UnsupportedModel(f"the runner {runner.name} takes token ids only, the model takes images")
     normalization = ImageProcessor.from_directory(Path(config.model), spec.image_size).normalization
     stack = layer_stack_class(config.runner)
     return ImageEncoder.load(spec, source, stack, config.runner_options, normalization)

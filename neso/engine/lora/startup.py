@@ -16,7 +16,7 @@ def open_adapters(config: LoraConfig, runner: Runner) -> LoraManager | None:
     if "lora" not in runner.capabilities or not isinstance(runner, SpecRunner):
         if config.enable_lora == "auto" and not config.lora_modules:
             return None
-        raise EngineError(f"enable_lora: {type(runner).__name__} cannot apply adapters")
+        raise EngineError(f"enable_lora: {runner.name} cannot apply adapters")
     manager = LoraManager(config, runner)
     for name, path in config.lora_modules.items():
         manager.load(LoraRequest(name=name, path=path))

@@ -77,6 +77,10 @@ class RankedRunner(SpecRunner):
         raise NotImplementedError("ranks are loaded by their own runners")
 
     @property
+    def name(self) -> str:
+        return self._own.name
+
+    @property
     def share_of_free_memory(self) -> float:
         return self._own.share_of_free_memory
 

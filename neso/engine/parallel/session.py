@@ -103,7 +103,7 @@ class RankSession:
         Raises `EngineError` if the runner cannot be one of several ranks. Ends the process if another rank fails.
         """
         if not isinstance(runner, SpecRunner) or "ranks" not in runner.capabilities:
-            raise EngineError(f"the runner {type(runner).__name__} cannot be split among ranks")
+            raise EngineError(f"the runner {runner.name} cannot be split among ranks")
         if self.rank == 0 and self.layout.size > 1:
             self._plans = PlanSender(self._plan_address())
         block_bytes = runner.cache_bytes_per_block(self.config.scheduler.block_size)

@@ -114,6 +114,11 @@ class Runner(ABC):
     cache_format: tuple[str, str] = ("", "")
     """Name of the order of values within a block, and their dtype; for runners with "shared_cache"."""
 
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        return type(self).__name__
+
     @abstractmethod
     def allocate_cache(self, layout: CacheLayout) -> None:
         """Allocate the KV cache. Called once, before the first step."""

@@ -211,3 +211,14 @@ def test_without_common_prefixes_long_prompts_are_spread():
     own, base = simulate(prompts, num_blocks=700, clients=8, output=16)
     assert own.hit_rate == base.hit_rate == 0
     assert own.ttft < base.ttft and own.now < 1.02 * base.now
+
+
+def test_without_common_prefixes_short_prompts_do_not_wait_behind_long_ones():
+    """As in `bench/replicas.py`; single orders of the prompts differ by chance."""
+    ratios = []
+    for seed in range(10):
+        rng = random.Random(seed)
+        prompts = [tokens(rng, rng.choice((32, 64, 256, 512))) for _ in range(96)]
+        own, base = simulate(prompts, num_blocks=176, clients=4, output=8)
+        ratios.append(base.ttft / own.ttft)
+    assert statistics.median(ratios) > 1.1 and min(ratios) > 0.9
