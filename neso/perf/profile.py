@@ -11,8 +11,9 @@ from neso.perf.client.generator import ENDS_SWEEP, LoadGenerator, as_json, defau
 from neso.perf.endpoints.options import EndpointOptions
 from neso.perf.endpoints.registry import TARGETS, endpoint_class
 from neso.perf.errors import PerfError
-from neso.perf.inputs import open_source, with_extra_inputs
+from neso.perf.inputs import WithTokenIds, open_source, with_extra_inputs
 from neso.perf.inputs.options import InputOptions
+from neso.perf.inputs.synthetic import tokenizer_for
 from neso.perf.load.options import LoadOptions
 from neso.perf.load.plan import LoadPlan
 from neso.perf.metrics import parse_slos
@@ -21,7 +22,7 @@ from neso.perf.records import RunResult
 from neso.perf.requests import InputSource, PerfRequest
 
 if TYPE_CHECKING:
-    from neso.perf.endpoints.kserve import ModelMetadata
+    from neso.perf.endpoints.kserve import Convention
 
 
 def profile(
@@ -138,26 +139,31 @@ def _as_many_as_needed(inputs: InputOptions, load: LoadOptions) -> InputOptions:
 @contextmanager
 def _source(inputs: InputOptions, endpoint: EndpointOptions) -> Iterator[InputSource | Iterable[PerfRequest]]:
     """Yield the requests; those of tensor models follow the metadata that the server has of the model."""
-    metadata = _tensor_metadata(inputs, endpoint)
-    if metadata is None:
+    convention = _convention(endpoint)
+    if convention is None or convention.kind != "tensor" or inputs.input_file is not None:
         if inputs.shared_memory != "none":
             raise PerfError(
                 "--shared-memory: only for tensor models of endpoint types kserve_http and kserve_grpc"
             )
-        yield open_source(inputs, endpoint.endpoint_type, endpoint.models)
+        source = open_source(inputs, endpoint.endpoint_type, endpoint.models)
+        if convention is not None and convention.kind == "engine":
+            yield WithTokenIds(source, tokenizer_for(inputs, endpoint.models))
+        else:
+            yield source
         return
     from neso.perf.inputs.tensors import TensorSource, TensorSpec
 
+    metadata = convention.metadata
     specs = tuple(TensorSpec(*spec) for spec in metadata.inputs)
-    source = with_extra_inputs(
+    tensor_source = with_extra_inputs(
         TensorSource(specs, inputs, metadata.max_batch_size, metadata.is_sequence), inputs
     )
     if inputs.shared_memory == "none":
-        yield source
+        yield tensor_source
         return
     from neso.perf.client.shared_memory import shared_requests
 
-    requests = list(source.requests())
+    requests = list(tensor_source.requests())
     with shared_requests(
         endpoint,
         metadata,
@@ -168,15 +174,16 @@ def _source(inputs: InputOptions, endpoint: EndpointOptions) -> Iterator[InputSo
         yield shared
 
 
-def _tensor_metadata(inputs: InputOptions, endpoint: EndpointOptions) -> ModelMetadata | None:
-    """Return the metadata of a tensor model whose inputs are to be generated, else None."""
-    if not (endpoint.is_grpc or endpoint.endpoint_type == "kserve_http") or inputs.input_file:
+def _convention(endpoint: EndpointOptions) -> Convention | None:
+    """Return the tensors of a KServe model by the metadata that the server has of it; None for other endpoints."""
+    if not (endpoint.is_grpc or endpoint.endpoint_type == "kserve_http"):
         return None
     from neso.perf.client.grpc import grpc_metadata
     from neso.perf.endpoints.kserve import Convention, http_metadata
 
-    metadata = grpc_metadata(endpoint) if endpoint.is_grpc else http_metadata(endpoint)
-    return metadata if Convention(endpoint.backend, metadata).kind == "tensor" else None
+    return Convention(
+        endpoint.backend, grpc_metadata(endpoint) if endpoint.is_grpc else http_metadata(endpoint)
+    )
 
 
 def exit_status(runs: list[RunResult]) -> int:

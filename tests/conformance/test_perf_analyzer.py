@@ -93,6 +93,17 @@ def test_generated_inputs(server, tmp_path, protocol, options):
     assert set(found) == {1}
 
 
+def test_periodic_concurrency_ends(server, tmp_path):
+    export = tmp_path / "export.json"
+    run([
+        tool("perf_analyzer"), "-i", "grpc", "-u", server.address("grpc"), "-m", "decoupled", "--async", "--streaming",
+        "--periodic-concurrency-range", "1:7:2", "--request-period", str(DECOUPLED_RESPONSES),
+        "--profile-export-file", str(export),
+    ])  # fmt: skip
+    (experiment,) = json.loads(export.read_text(errors="replace"), strict=False)["experiments"]
+    assert len(experiment["requests"]) == 7
+
+
 @pytest.mark.parametrize("load", [["--concurrency-range", "2"], ["--request-rate-range", "40"]])
 def test_streams_of_a_decoupled_model(server, tmp_path, load):
     found = responses(server, "grpc", tmp_path, "-m", "decoupled", "--streaming", *load)

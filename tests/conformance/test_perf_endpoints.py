@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from eventually import wait_until
+from perf_command import REQUESTS, perf, requests_of
 from server_process import ServerProcess
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
@@ -18,7 +17,6 @@ from checkpoints import make_encoder, make_llava
 
 pytestmark = pytest.mark.slow
 
-REQUESTS = 24
 MODELS = {
     "fixed": ("FP32", "4, 8", ""),
     "batched": ("INT32", "-1", "max_batch_size: 8 dynamic_batching {}"),
@@ -94,28 +92,6 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
     with ServerProcess(*(f"{name}={path}" for name, path in models.items())) as process:
         assert process.ports, process.output
         yield process
-
-
-def perf(url: str, folder: Path, model: str, endpoint: str, *options: str, status: int = 0) -> dict[str, Any]:
-    """Run `neso perf profile` and return its figures; its output under "output" if it is to fail."""
-    done = subprocess.run(
-        [sys.executable, "-m", "neso.cli", "perf", "profile", "-m", model, "-u", url, "--endpoint-type", endpoint,
-         "--request-count", str(REQUESTS), "--artifact-dir", str(folder), "--ui", "none", "--no-report",
-         "--no-server-metrics", "--no-telemetry", *options],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == status, done.stdout + done.stderr
-    if status:
-        return {"output": done.stdout + done.stderr}
-    (export,) = folder.rglob("profile_export_genai_perf.json")
-    figures: dict[str, Any] = json.loads(export.read_text())
-    assert figures["request_count"]["avg"] == REQUESTS and not figures["errors"], figures["errors"]
-    return figures
-
-
-def requests_of(folder: Path) -> list[dict[str, Any]]:
-    (lines,) = folder.rglob("profile_export.jsonl")
-    return [json.loads(line) for line in lines.read_text().splitlines()]
 
 
 PROTOCOLS = pytest.mark.parametrize(("endpoint", "protocol"), [("kserve_http", "http"), ("kserve", "grpc")])

@@ -14,6 +14,7 @@ import pytest
 import tritonclient.grpc as grpc_client
 from eventually import wait_until
 from layout_repository import ANSWER, PROMPT, Stream, init, send_request, tensors, text
+from perf_command import perf
 from server_process import ServerProcess
 from step_pace import slow_environment
 from tritonclient.utils import InferenceServerException
@@ -319,6 +320,16 @@ def test_speculative_decoding(address):
     for refused in ("return_context_logits", "return_generation_logits", "stream"):
         with pytest.raises(InferenceServerException, match=refused):
             send_request(address, "tensorrt_llm_bls", **given, num_draft_tokens=4, **{refused: True})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [*CHAINS, "tensorrt_llm"])
+def test_load_of_neso_perf(served, tmp_path, model):
+    options = ["--streaming", "--isl", "9", "--osl", "5", "--tokenizer", "neso-pilot", "--concurrency", "2"]
+    found = perf(served.address("grpc"), tmp_path, model, "kserve", *options)
+    assert found["input_sequence_length"]["min"] == found["input_sequence_length"]["max"] == 9
+    # Each chunk is one token; an end token has no text.
+    assert found["output_sequence_length"]["max"] == 5 and "time_to_first_token" in found
 
 
 @pytest.fixture(scope="module", params=[8, 0])

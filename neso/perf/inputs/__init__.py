@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from neso.perf.errors import PerfError
 
 if TYPE_CHECKING:
+    from neso.engine.text.tokenizer import Tokenizer
     from neso.perf.inputs.options import InputOptions
     from neso.perf.requests import InputSource, PerfRequest
 
@@ -54,6 +55,21 @@ class _WithExtra:
     def requests(self) -> Iterator[PerfRequest]:
         for request in self.source.requests():
             request.extra = {**self.extra, **request.extra}
+            yield request
+
+
+@dataclass(frozen=True)
+class WithTokenIds:
+    """Adds the token ids of prompts, for models that take no text. Special tokens are not added."""
+
+    source: InputSource
+    tokenizer: Tokenizer
+
+    def requests(self) -> Iterator[PerfRequest]:
+        for request in self.source.requests():
+            if request.token_ids is None and request.text:
+                text = f"{request.system}\n{request.text}" if request.system else request.text
+                request.token_ids = self.tokenizer.encode(text, add_special_tokens=False)
             yield request
 
 
