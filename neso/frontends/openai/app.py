@@ -59,7 +59,7 @@ def create_app(core: Core, options: OpenAIOptions) -> Starlette:
         PoolingApi(resolver),
         TokenizationApi(resolver),
         ModelControlApi(core),
-        ModelsApi(resolver, lists_all=options.triton_compatibility),
+        ModelsApi(resolver, like_triton=options.triton_compatibility),
         LoraAdaptersApi(resolver),
         HealthApi(core),
     )

@@ -65,6 +65,14 @@ class ApiError(Exception):
         return orjson.dumps({"error": error})
 
 
+class UnknownModel(ApiError):
+    """An error 404 for a model that does not exist or is not loaded, or for an adapter that its model does not have."""
+
+    def __init__(self, name: str, problem: str, triton_message: str = "") -> None:
+        super().__init__(404, f"The model '{name}' {problem}.", param="model", code="model_not_found")
+        self.triton_message = triton_message or f"Unknown model: {name}"
+
+
 def triton_error(error: ApiError) -> tuple[int, bytes]:
     """Return the status and the body of an error in the format of Triton's OpenAI frontend.
 
@@ -73,7 +81,8 @@ def triton_error(error: ApiError) -> tuple[int, bytes]:
     if error.validation:
         details = [{**entry, "loc": ["body", *entry["loc"]]} for entry in error.validation]
         return 422, orjson.dumps({"detail": details}, default=str)
-    return error.status, orjson.dumps({"detail": error.message})
+    message = error.triton_message if isinstance(error, UnknownModel) else error.message
+    return error.status, orjson.dumps({"detail": message})
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:

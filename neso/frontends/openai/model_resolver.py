@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import orjson
 
 from neso.frontends.openai.access.rate_limits import TOKENS_USED, metered
-from neso.frontends.openai.errors import ApiError, invalid
+from neso.frontends.openai.errors import UnknownModel, invalid
 from neso.frontends.openai.model_tokenizers import (
     MISSING_TOKENIZER,
     ChatTemplateOverride,
@@ -114,9 +114,10 @@ class ModelResolver:
         lora_name = ""
         try:
             model = self._find(name)
-        except ApiError:
+        except UnknownModel:
             adapter = self.adapter(name)
             if adapter is None:
+                self._check_has_adapters(name)
                 raise
             model, lora_name = adapter.model, adapter.lora_name
         language_model = model.language_model
@@ -216,8 +217,15 @@ class ModelResolver:
             if self._core.stopping or self._is_loading(name):
                 raise  # 503: the client can retry
             problem = "does not exist" if isinstance(error, NotFound) else "is not loaded"
-            raise ApiError(
-                404, f"The model '{name}' {problem}.", param="model", code="model_not_found"
+            raise UnknownModel(name, problem) from None
+
+    def _check_has_adapters(self, name: str) -> None:
+        """Raise `UnknownModel` for an unknown adapter `model:adapter` of a known model."""
+        base, separator, adapter = name.rpartition(self._options.lora_separator)
+        if separator and self._core.model_ready(base):
+            raise UnknownModel(
+                *(name, f"does not exist: model '{base}' has no adapter '{adapter}'"),
+                f"Unknown LoRA: {adapter}; for model: {name}",
             ) from None
 
     def _is_loading(self, name: str) -> bool:

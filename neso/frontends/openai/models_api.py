@@ -110,21 +110,29 @@ class UnloadLoraAdapterRequest(BaseModel):
 
 
 class ModelsApi:
-    """`GET /v1/models` and `GET /v1/models/{model}`. `lists_all`: also models that do not accept text."""
+    """`GET /v1/models` and `GET /v1/models/{model}`.
 
-    def __init__(self, resolver: ModelResolver, *, lists_all: bool = False) -> None:
+    `like_triton`: also list models that do not accept text, and adapters as `model:adapter`.
+    """
+
+    def __init__(self, resolver: ModelResolver, *, like_triton: bool = False) -> None:
         self._resolver = resolver
-        self._lists_all = lists_all
+        self._like_triton = like_triton
         self._created = int(time.time())
 
     @operation("GET", "/v1/models", tag=_TAG, response=ModelList, errors=(500,), group=_GROUP)
     async def list_models(self, context: RequestContext) -> ModelList:
         """List the models that accept text."""
-        models = self._resolver.ready_models() if self._lists_all else self._resolver.text_models()
+        models = self._resolver.ready_models() if self._like_triton else self._resolver.text_models()
         cards = [self._card(model) for model in models]
         known = self._resolver.adapters()
-        for name, adapter in known.items():  # under its adapter name if that is unambiguous
-            if name == adapter.name or adapter.name not in known:
+        for name, adapter in known.items():
+            # Under its adapter name if that is unambiguous; in Triton with the name of the model.
+            if (
+                (name != adapter.name)
+                if self._like_triton
+                else (name == adapter.name or adapter.name not in known)
+            ):
                 cards.append(self._adapter_card(name, adapter))
         return {"object": "list", "data": cards}
 
@@ -143,7 +151,7 @@ class ModelsApi:
         adapter = self._resolver.adapter(name)
         if adapter is not None:
             return self._adapter_card(name, adapter)
-        find = self._resolver.find_model if self._lists_all else self._resolver.find_text_model
+        find = self._resolver.find_model if self._like_triton else self._resolver.find_text_model
         return self._card(find(name))
 
     def _adapter_card(self, name: str, adapter: Adapter) -> ModelCard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from asgi_client import AsgiClient
+from scripted_model import ScriptedModel
 from starlette.applications import Starlette
 from starlette.routing import Route
 
@@ -54,6 +55,41 @@ async def test_triton_compatibility_lists_all_models(client: AsgiClient, like_tr
     assert (await like_triton.get("/v1/models/adder")).json()["id"] == "adder"
 
 
+@pytest.fixture
+def adapters(script: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the model have an adapter."""
+    for name, value in (
+        ("allows_runtime_lora", False),
+        ("list_loras", lambda: {"doll": "/doll"}),
+        ("load_lora", print),
+        ("unload_lora", print),
+    ):
+        monkeypatch.setattr(script, name, value, raising=False)
+
+
+async def test_adapters(client: AsgiClient, like_triton: AsgiClient, adapters: None) -> None:
+    for each, listed in (
+        (client, ["scripted", "doll"]),
+        (like_triton, ["adder", "scripted", "scripted:doll"]),
+    ):
+        assert [card["id"] for card in (await each.get("/v1/models")).json()["data"]] == listed
+        assert (await each.get("/v1/models/scripted:doll")).json()["parent"] == "scripted"
+
+
+async def test_unknown_adapters(client: AsgiClient, like_triton: AsgiClient, adapters: None) -> None:
+    body = {"model": "scripted:sheep", "prompt": "a"}
+    answer = await client.post("/v1/completions", body)
+    assert (
+        answer.status == 404
+        and "model 'scripted' has no adapter 'sheep'" in answer.json()["error"]["message"]
+    )
+    answer = await like_triton.post("/v1/completions", body)
+    detail = "Unknown LoRA: sheep; for model: scripted:sheep"
+    assert (answer.status, answer.json()) == (400, {"detail": detail})
+    answer = await like_triton.get("/v1/models/scripted:sheep")
+    assert (answer.status, answer.json()) == (404, {"detail": "Unknown model: scripted:sheep"})
+
+
 async def test_triton_compatibility_changes_the_error_format(like_triton: AsgiClient) -> None:
     path = "/v1/completions"
     answer = await like_triton.post(path, {"model": "scripted", "prompt": "a", "temperature": "hot"})
@@ -62,11 +98,11 @@ async def test_triton_compatibility_changes_the_error_format(like_triton: AsgiCl
     answer = await like_triton.request("POST", path, b"{")
     assert answer.status == 422 and answer.json()["detail"][0]["type"] == "json_invalid"
     answer = await like_triton.post(path, {"model": "nope", "prompt": "a"})
-    assert (answer.status, answer.json()) == (400, {"detail": "The model 'nope' does not exist."})
+    assert (answer.status, answer.json()) == (400, {"detail": "Unknown model: nope"})
     answer = await like_triton.post(path, {"model": "adder", "prompt": "a"})
     assert answer.status == 400 and "not a language model" in answer.json()["detail"]
     answer = await like_triton.get("/v1/models/nope")
-    assert (answer.status, answer.json()) == (404, {"detail": "The model 'nope' does not exist."})
+    assert (answer.status, answer.json()) == (404, {"detail": "Unknown model: nope"})
     answer = await like_triton.get("/v1/nothing")
     assert (answer.status, answer.json()) == (404, {"detail": "Not Found"})
     answer = await like_triton.post(path, {"model": "scripted", "prompt": "a" * 2000})
