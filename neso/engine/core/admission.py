@@ -113,12 +113,21 @@ class AdmissionPolicy(Protocol):
     def admits(self, sequence: Sequence, running: Collection[Sequence]) -> bool:
         """Whether `sequence`, the head of the queue, may start; its prefix hits are attached."""
 
+    def can_reserve(self, num_blocks: int, running: Collection[Sequence]) -> bool:
+        """Whether that many free blocks may be taken for a transfer from another engine."""
+
     def draft_tokens(self, sequence: Sequence, num_new_tokens: int, num_draft_tokens: int) -> int:
         """Return the number of draft tokens that a sequence may have in a step, in addition to its new tokens."""
 
 
 class MaxUtilization:
-    """Admits every sequence for which blocks are available now. If blocks run out, a running sequence is preempted."""
+    """Admits every sequence for which blocks are available now. If blocks run out, a running sequence is preempted.
+
+    A transfer leaves a block for each running sequence.
+    """
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
 
     def begin_step(self, running: Collection[Sequence], waiting: Iterable[Sequence]) -> None:
         pass
@@ -128,6 +137,9 @@ class MaxUtilization:
 
     def admits(self, sequence: Sequence, running: Collection[Sequence]) -> bool:
         return True
+
+    def can_reserve(self, num_blocks: int, running: Collection[Sequence]) -> bool:
+        return len(running) + num_blocks <= self._kv.pool.num_free
 
     def draft_tokens(self, sequence: Sequence, num_new_tokens: int, num_draft_tokens: int) -> int:
         return num_draft_tokens
@@ -150,10 +162,11 @@ class GuaranteedNoEvict:
         return True
 
     def admits(self, sequence: Sequence, running: Collection[Sequence]) -> bool:
-        if not running:
-            return True
+        return not running or self.can_reserve(self._kv.blocks_to_come(sequence), running)
+
+    def can_reserve(self, num_blocks: int, running: Collection[Sequence]) -> bool:
         promised = sum(map(self._kv.blocks_to_come, running))
-        return promised + self._kv.blocks_to_come(sequence) <= self._kv.pool.num_free
+        return promised + num_blocks <= self._kv.pool.num_free
 
     def draft_tokens(self, sequence: Sequence, num_new_tokens: int, num_draft_tokens: int) -> int:
         return min(num_draft_tokens, self._kv.room_for_drafts(sequence, num_new_tokens))
@@ -202,6 +215,9 @@ class StaticBatches:
         self._batch = set()
         return False
 
+    def can_reserve(self, num_blocks: int, running: Collection[Sequence]) -> bool:
+        return self._within.can_reserve(num_blocks, running)
+
     def draft_tokens(self, sequence: Sequence, num_new_tokens: int, num_draft_tokens: int) -> int:
         return self._within.draft_tokens(sequence, num_new_tokens, num_draft_tokens)
 
@@ -210,5 +226,5 @@ def admission_policy(
     policy: BatchSchedulerPolicy, model_type: GptModelType, kv: KVCacheManager, max_num_seqs: int
 ) -> AdmissionPolicy:
     """Return the policy for the options `batch_scheduler_policy` and `gpt_model_type`."""
-    chosen: AdmissionPolicy = GuaranteedNoEvict(kv) if policy == "guaranteed_no_evict" else MaxUtilization()
+    chosen: AdmissionPolicy = GuaranteedNoEvict(kv) if policy == "guaranteed_no_evict" else MaxUtilization(kv)
     return StaticBatches(chosen, max_num_seqs) if model_type in STATIC_BATCHING else chosen

@@ -232,10 +232,8 @@ class KVCacheManager:
         self._holds.difference_update(holds)
         return self._add_hold([block for hold in holds for block in hold.blocks])
 
-    def reserve(self, num_blocks: int) -> BlockHold | None:
-        """Allocate blocks for a transfer; None if there are too few."""
-        if num_blocks > self.pool.num_free:
-            return None
+    def reserve(self, num_blocks: int) -> BlockHold:
+        """Allocate blocks for a transfer. Raises `KeyError` if there are too few; check `num_free` before."""
         return self._add_hold([self._allocate() for _ in range(num_blocks)])
 
     def register_blocks(

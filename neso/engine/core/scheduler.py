@@ -10,7 +10,7 @@ from neso.engine.core.addon import Addon, RequestError, overriding
 from neso.engine.core.admission import StaticBatches, WaitingQueue, admission_policy
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.core.block_pool import IntegrityError
-from neso.engine.core.kv_manager import KVCacheManager
+from neso.engine.core.kv_manager import BlockHold, KVCacheManager
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.core.sequence import Sequence, SequenceGroup, SequenceStatus, scheduling_order
@@ -110,6 +110,10 @@ class Scheduler:
     def sequences_of(self, request_id: str) -> list[Sequence]:
         """Return the unreleased sequences of a request."""
         return list(self._sequences_of.get(request_id, ()))
+
+    def reserve(self, num_blocks: int) -> BlockHold | None:
+        """Allocate blocks for a transfer from another engine; None if running sequences may need them."""
+        return self.kv.reserve(num_blocks) if self._policy.can_reserve(num_blocks, self.running) else None
 
     def fork(self, parent: Sequence) -> list[Sequence]:
         """Create the pending forks of `parent`, sharing its blocks."""

@@ -215,21 +215,21 @@ class KvTransfer(Addon):
             assert export.hold is not None
             scheduler.kv.drop(export.hold)
         if self._imports:
-            self._imports = [one for one in self._imports if not self._advance(one, scheduler.kv)]
+            self._imports = [one for one in self._imports if not self._advance(one, scheduler)]
         return []
 
-    def _advance(self, one: _Import, kv: KVCacheManager) -> bool:
+    def _advance(self, one: _Import, scheduler: Scheduler) -> bool:
         """Begin or end a transfer; returns whether it has ended."""
         if one.fetch is None:
             if one.sequence.released:
                 return True
-            self._begin(one, kv)
+            self._begin(one, scheduler)
         elif one.fetch.done.is_set():
-            self._end(one, one.fetch, kv)
+            self._end(one, one.fetch, scheduler.kv)
         return one.ready
 
-    def _begin(self, one: _Import, kv: KVCacheManager) -> None:
-        sequence = one.sequence
+    def _begin(self, one: _Import, scheduler: Scheduler) -> None:
+        sequence, kv = one.sequence, scheduler.kv
         adapter = sequence.adapter_digest()
         if time.monotonic() >= one.deadline:
             self._fall_back(one, "the engine had no free blocks for the transfer in time")
@@ -246,7 +246,7 @@ class KvTransfer(Addon):
             one.ready = True
             return
         held = kv.hold([cached.block for cached in found if cached.block is not None])
-        reserved = kv.reserve(missing)
+        reserved = scheduler.reserve(missing)
         if reserved is None:
             kv.drop(held)
             return

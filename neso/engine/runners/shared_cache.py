@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ class SharedCache:
         self.shape = shape
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         memory = mmap.mmap(fd, _file_bytes(shape), flags=mmap.MAP_SHARED, prot=access)
+        with contextlib.suppress(OSError):  # kernels without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         data = np.frombuffer(memory, np.uint8)
         self.blocks: npt.NDArray[np.uint8] = data[: shape.cache_bytes].reshape(
             shape.num_parts, shape.num_blocks, shape.part_bytes

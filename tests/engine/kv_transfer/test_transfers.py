@@ -372,6 +372,20 @@ def test_decode_engine_without_free_blocks_waits(engine):
     assert decode.is_finished("import t") and decode.tokens("first") == expected_tokens(PROMPT[::-1], 16)
 
 
+def test_import_takes_no_blocks_that_are_promised(engine):
+    prefill = engine()
+    decode = engine(num_blocks=12, batch_scheduler_policy="guaranteed_no_evict")
+    prefill.complete_export(PROMPT)
+    decode.add(make_request("first", [5, 6, 7], max_tokens=28))
+    decode.step()
+    decode.import_from(prefill, PROMPT)
+    decode.step()
+    assert decode.num_used == 1  # the first may still need 7 of the other 11 blocks, the import needs 5
+    assert_imported(decode, PROMPT, 20)
+    assert decode.tokens("first") == expected_tokens([5, 6, 7], 28)
+    assert decode.core.scheduler.num_preemptions == 0
+
+
 def test_decode_engine_that_gets_no_free_blocks(engine):
     prefill, decode = engine(), engine(num_blocks=10)
     prefill.complete_export(PROMPT)
