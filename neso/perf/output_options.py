@@ -39,7 +39,13 @@ class OutputOptions:
         ),
     ] = ()
     ui: Annotated[
-        str, Flag("ui", "Display while the load runs.", choice("auto", "live", "simple", "none"))
+        str,
+        Flag(
+            "ui",
+            "Display while the load runs.",
+            choice("auto", "live", "simple", "none"),
+            aliases=("ui-type",),
+        ),
     ] = "auto"
     report: Annotated[
         bool, Flag("no-report", "Write no HTML report.", SWITCH, convert=lambda given: not given)
@@ -77,7 +83,7 @@ class OutputOptions:
         Flag(
             "server-metrics",
             "URL of the server's metrics in Prometheus format, which are read during the run.",
-            aliases=("server-metrics-url", "server-metrics-urls"),
+            aliases=("server-metrics-url", "server-metrics-urls", "metrics-url"),
             default_text="/metrics of the server, and port 8002 if its port is 8000 or 8001",
         ),
     ] = ()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter as Tally
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -332,6 +333,15 @@ def test_models_are_used_in_turn_or_at_random():
     run = Run(LoadPlan(concurrency=10, requests=900), models=("a", "b", "c"), random_models=True)
     counts = [sum(record.model == name for record in run.records) for name in "abc"]
     assert min(counts) > 250 and [record.model for record in run.records[:9]] != ["a", "b", "c"] * 3
+
+
+def test_adapters_are_used_in_turn_or_at_random():
+    run = Run(LoadPlan(requests=6), adapters=("a", "b"))
+    assert [record.adapter for record in run.records] == ["a", "b"] * 3
+    names = {"models": ("x", "y"), "adapters": ("a", "b")}
+    run = Run(LoadPlan(concurrency=10, requests=1000), random_models=True, **names)
+    counts = Tally(f"{record.model}{record.adapter}" for record in run.records)
+    assert set(counts) == {"xa", "xb", "ya", "yb"} and min(counts.values()) > 190
 
 
 def test_a_share_of_the_requests_is_cancelled():

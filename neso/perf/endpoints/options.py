@@ -25,7 +25,7 @@ class EndpointOptions:
         str,
         Flag(
             "model-selection-strategy",
-            "How requests select one of several models.",
+            "How requests select one of several models or LoRA adapters.",
             choice("round_robin", "random"),
         ),
     ] = "round_robin"
@@ -33,7 +33,7 @@ class EndpointOptions:
         tuple[str, ...],
         Flag(
             "lora-adapters",
-            "LoRA adapters to use in turn: as the model of an OpenAI endpoint, as lora_name of a Triton endpoint.",
+            "LoRA adapters: as the model of an OpenAI endpoint, as lora_name of a Triton endpoint.",
             metavar="NAME...",
         ),
     ] = ()
@@ -122,9 +122,33 @@ class EndpointOptions:
     per_chunk_usage: Annotated[
         bool, Flag("per-chunk-usage", "Request the token usage after each event of a stream.", SWITCH)
     ] = False
-    ca_file: Annotated[Path | None, Flag("ssl-ca-file", "CA bundle that verifies the server.", PATH)] = None
-    cert_file: Annotated[Path | None, Flag("ssl-cert-file", "Client certificate.", PATH)] = None
-    key_file: Annotated[Path | None, Flag("ssl-key-file", "Key of the client certificate.", PATH)] = None
+    ca_file: Annotated[
+        Path | None,
+        Flag(
+            "ssl-ca-file",
+            "CA bundle that verifies the server.",
+            PATH,
+            aliases=("ssl-https-ca-certificates-file", "ssl-grpc-root-certifications-file"),
+        ),
+    ] = None
+    cert_file: Annotated[
+        Path | None,
+        Flag(
+            "ssl-cert-file",
+            "Client certificate.",
+            PATH,
+            aliases=("ssl-https-client-certificate-file", "ssl-grpc-certificate-chain-file"),
+        ),
+    ] = None
+    key_file: Annotated[
+        Path | None,
+        Flag(
+            "ssl-key-file",
+            "Key of the client certificate.",
+            PATH,
+            aliases=("ssl-https-private-key-file", "ssl-grpc-private-key-file"),
+        ),
+    ] = None
     insecure: Annotated[bool, Flag("ssl-insecure", "Do not verify the server's certificate.", SWITCH)] = False
     engine_config: Annotated[
         tuple[str, ...],

@@ -54,7 +54,7 @@ class InputOptions:
             "synthetic-input-tokens-stddev",
             "Standard deviation of the length of synthetic prompts.",
             _AMOUNT,
-            aliases=("isl-stddev",),
+            aliases=("isl-stddev", "prompt-input-tokens-stddev"),
         ),
     ] = 0
     output_tokens_mean: Annotated[
@@ -63,7 +63,7 @@ class InputOptions:
             "output-tokens-mean",
             "Mean of the requested output length, in tokens.",
             _AMOUNT,
-            aliases=("osl",),
+            aliases=("osl", "prompt-output-tokens-mean"),
             default_text="the server decides",
         ),
     ] = None
@@ -73,7 +73,7 @@ class InputOptions:
             "output-tokens-stddev",
             "Standard deviation of the requested output length.",
             _AMOUNT,
-            aliases=("osl-stddev",),
+            aliases=("osl-stddev", "prompt-output-tokens-stddev"),
         ),
     ] = 0
     output_tokens_deterministic: Annotated[
@@ -108,11 +108,17 @@ class InputOptions:
             "num-prefix-prompts",
             "Number of prefixes. Each prompt starts with one of them.",
             _SIZE,
-            aliases=("prefix-prompt-pool-size",),
+            aliases=("prefix-prompt-pool-size", "prompt-prefix-pool-size"),
         ),
     ] = 0
     prefix_prompt_length: Annotated[
-        int, Flag("prefix-prompt-length", "Length of a prefix, in tokens, added to the prompt length.", _SIZE)
+        int,
+        Flag(
+            "prefix-prompt-length",
+            "Length of a prefix, in tokens, added to the prompt length.",
+            _SIZE,
+            aliases=("prompt-prefix-length",),
+        ),
     ] = 0
     shared_system_prompt_length: Annotated[
         int,

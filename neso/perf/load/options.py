@@ -213,7 +213,7 @@ class LoadOptions:
             "workers",
             "Number of client processes.",
             _COUNT,
-            aliases=("workers-max", "max-threads"),
+            aliases=("workers-max", "max-workers", "max-threads"),
             default_text="one per 64 requests in flight, at most half of the cores",
         ),
     ] = None

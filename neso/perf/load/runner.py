@@ -19,6 +19,7 @@ from neso.perf.requests import PerfRequest
 
 _FAILED_CONNECT_PAUSE_SECONDS = 0.1
 _HASH = 0x9E3779B97F4A7C15
+_CANCEL_SALT, _ADAPTER_SALT = 0x5BD1E995, 0x2C1B3C6D
 
 
 class Counter(Protocol):
@@ -264,12 +265,12 @@ class LoadRunner:
             if self._stopping:
                 break
             if self._adapters and not request.adapter:
-                request = replace(request, adapter=self._adapters[number % len(self._adapters)])
+                request = replace(request, adapter=self._choose(self._adapters, number, _ADAPTER_SALT))
             if name:
                 is_last = turn + 1 == start.turns or self._is_beyond(request_number + (plan.users or 1))
                 request = replace(request, session=name, ends_session=is_last)
             record = RequestRecord(
-                model=request.model or self._model_of(number),
+                model=request.model or self._choose(self._models, number),
                 adapter=request.adapter,
                 session=name,
                 number=request_number,
@@ -320,13 +321,14 @@ class LoadRunner:
 
         return release
 
-    def _model_of(self, number: int) -> str:
+    def _choose(self, names: Sequence[str], number: int, salt: int = 0) -> str:
+        """Return the model or adapter of a session. Choices with different salts are independent."""
         if self._random_models:
-            return self._models[self._random32(number) % len(self._models)]
-        return self._models[number % len(self._models)]
+            return names[self._random32(number ^ salt) % len(names)]
+        return names[number % len(names)]
 
     def _cancel_after(self, number: int) -> float | None:
-        if not self._cancel_below or self._random32(number ^ 0x5BD1E995) >= self._cancel_below:
+        if not self._cancel_below or self._random32(number ^ _CANCEL_SALT) >= self._cancel_below:
             return None
         return self._plan.cancel_seconds
 
