@@ -130,7 +130,11 @@ class Pipeline:
             pb_utils.Tensor(name, array if self.has_batch_dim else array[0]) for name, array in inputs.items()
         ]
         return pb_utils.InferenceRequest(
-            model_name=model, inputs=tensors, request_id=request_id, parameters=parameters
+            model_name=model,
+            inputs=tensors,
+            requested_output_names=[],  # all
+            request_id=request_id,
+            parameters=parameters,
         )
 
     def read_outputs(self, response):
