@@ -69,19 +69,21 @@ def listening(process: psutil.Process) -> set[int]:
 
 
 @contextmanager
-def launched(tmp_path: Path, repository: Path, *options: str) -> Iterator[Launched]:
+def launched(tmp_path: Path, repository: Path, *options: str, cpus: str = "") -> Iterator[Launched]:
+    """Run the script, on these CPUs, and wait until its server is ready."""
     ports = free_ports(4)
-    log = tmp_path / "log"
+    log = tmp_path / f"log-{ports[0]}"
     flags = [
         f"--{name}_port={port}" for name, port in zip(("http", "grpc", "metrics"), ports[:3], strict=True)
     ]
     with log.open("wb") as output:
-        command = [sys.executable, str(SCRIPT), f"--model_repo={repository}", "--force", *flags, *options]
+        command = ["taskset", "-c", cpus] if cpus else []
+        command += [sys.executable, str(SCRIPT), f"--model_repo={repository}", "--force", *flags, *options]
         subprocess.run(
             [*command, "--", f"--openai-port={ports[3]}"],
             stdout=output, stderr=output, stdin=subprocess.DEVNULL, check=True, timeout=60,
         )  # fmt: skip
-    server = Launched(log, ports, f"--model-repository={repository}")
+    server = Launched(log, ports, f"--http-port={ports[0]}")
     try:
         wait_until(lambda: server.servers)
         wait_until(server.ready, 200)
@@ -106,6 +108,25 @@ def test_leader_mode(tmp_path: Path) -> None:
         assert listening(leader) >= set(server.ports) and not listening(follower) & set(server.ports)
         follower.kill()
         wait_until(lambda: not server.servers)
+
+
+def test_two_instances_in_leader_mode(tmp_path: Path) -> None:
+    """TensorRT-LLM's guide for two instances of LLaMA: two calls of the script with CPUs of their own."""
+    repository = init(tmp_path / "llama_ifb")
+    cpus = sorted(os.sched_getaffinity(0))
+    halves = [cpus[: len(cpus) // 2] or cpus, cpus[len(cpus) // 2 :]]
+    first_cpus, second_cpus = (",".join(map(str, half)) for half in halves)
+    body = {"text_input": PROMPT, "max_tokens": 12, "bad_words": "", "stop_words": ""}
+    with (
+        launched(tmp_path, repository, "--world_size=2", cpus=first_cpus) as first,
+        launched(tmp_path, repository, "--world_size=2", cpus=second_cpus) as second,
+    ):
+        for server, half in zip((first, second), halves, strict=True):
+            assert server.post("/v2/models/ensemble/generate", body)["text_output"] == PROMPT + ANSWER
+            assert [set(process.cpu_affinity()) <= set(half) for process in server.servers] == [True, True]
+        first.servers[1].kill()
+        wait_until(lambda: not first.servers)
+        assert second.post("/v2/models/ensemble/generate", body)["text_output"] == PROMPT + ANSWER
 
 
 def test_orchestrator_mode(tmp_path: Path) -> None:
