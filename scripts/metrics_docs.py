@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple, cast
 
-from neso.backends.llm.cluster_metrics import CLUSTER_FAMILIES
+from neso.backends.llm.cluster_metrics import CLUSTER_FAMILIES, WORKER_FAMILIES
 from neso.backends.llm.metrics import LlmMetrics
 from neso.backends.restarts import RESTARTS
 from neso.backends.vllm.metrics import VllmMetrics
@@ -139,7 +139,9 @@ def sections() -> list[Section]:
             "With `speculative`.",
             _new(speculative, plain),
         ),
-        Section("Workers of a model", "With `workers` or `worker_address`.", list(CLUSTER_FAMILIES)),
+        Section(
+            "Workers of a model", "With `workers` or `worker_address`.", [*CLUSTER_FAMILIES, *WORKER_FAMILIES]
+        ),
         Section("LoRA adapters", "With `enable_lora` or `lora_modules`.", _new(with_lora, plain)),
         Section(
             "Language models (TensorRT-LLM names)",

@@ -13,6 +13,7 @@ import typer
 
 from neso import __version__
 from neso.cli.build import build
+from neso.cli.cluster import cluster
 from neso.cli.flag_command import command_function
 from neso.cli.launch import LAUNCH_HELP, launch
 from neso.cli.perf import perf
@@ -55,6 +56,7 @@ app.command("serve", cls=ServeCommand, help=SUMMARY)(serve_function())
 app.command("worker", cls=WorkerCommand, help=WORKER_SUMMARY)(
     command_function(WORKER_FLAGS, run_worker, "models")
 )
+app.add_typer(cluster, name="cluster")
 app.add_typer(repo, name="repo")
 app.add_typer(perf, name="perf")
 

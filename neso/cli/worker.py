@@ -9,8 +9,6 @@ import socket
 import sys
 from typing import Any
 
-from msgspec.structs import replace
-
 from neso.cli.flag_command import FlagCommand, help_text
 from neso.cli.flag_values import FlagValues, OptionError
 from neso.cli.serve_flags import ENGINE_CONFIG, ENGINE_FLAGS, LORA_MODULES, SPECULATIVE_CONFIG
@@ -21,12 +19,21 @@ _MODEL = (
     "The checkpoint that the server serves: a directory or an org/name on the hub. Default: the small model that is "
     "part of the package."
 )
-_SERVER_ONLY = ("data-parallel-size", "rank-address", "workers", "worker-address", "worker-token-file")
+_SERVER_ONLY = (
+    *("data-parallel-size", "rank-address", "workers", "prefill-workers", "decode-workers"),
+    *("min-remote-prefill", "worker-address", "worker-token-file"),
+)
 TOPICS: dict[str, tuple[Flag, ...]] = {
     "Worker": (
         Flag("join", "Address of the server, its --worker-address.", metavar="ADDRESS"),
         Flag(
             "token-file", "File with the secret of the server; needed for tcp:// addresses.", metavar="PATH"
+        ),
+        Flag(
+            "roles",
+            "What the worker does: compute prompts for others (prefill), generate text (decode), or both.",
+            default="prefill,decode",
+            metavar="ROLES",
         ),
         Flag("name", "Name of the worker, unique among those of the server.", default_text="HOST-PID"),
         Flag("drain-seconds", "Seconds to finish running requests after SIGTERM.", number(0.0), 30.0),
@@ -66,8 +73,8 @@ def _read(texts: dict[str, list[str]]) -> Any:
     """Return the `WorkerOptions`. Raises `OptionError`, `EngineError`."""
     from neso.cli.serve_options import SHIPPED_MODEL, engine_options
     from neso.cluster.sockets import read_token
-    from neso.cluster.worker import WorkerOptions
-    from neso.engine.cluster_config import ClusterConfig, check_address
+    from neso.cluster.worker import WorkerOptions, worker_config
+    from neso.engine.cluster_config import MIXED, check_address
     from neso.engine.config import EngineConfig
     from neso.engine.weights.hub import ModelNotFound, resolve_model
 
@@ -78,6 +85,9 @@ def _read(texts: dict[str, list[str]]) -> Any:
         raise OptionError("a worker has one MODEL")
     if not address:
         raise OptionError("--join is required: the --worker-address of the server")
+    roles = frozenset(values["roles"].split(","))
+    if not roles <= MIXED:
+        raise OptionError(f"--roles: expected prefill, decode or prefill,decode, got '{values['roles']}'")
     try:
         check_address("--join", address, values["token-file"])
         config = EngineConfig.from_options(str(resolve_model(models[0])), engine_options(values))
@@ -86,10 +96,8 @@ def _read(texts: dict[str, list[str]]) -> Any:
     if config.cluster.enabled or config.data_parallel_size is not None:
         raise OptionError("--engine-config: a worker has one engine and no workers of its own")
     return WorkerOptions(
-        # The server has the queue and its limit.
-        config=replace(
-            config, cluster=ClusterConfig(), scheduler=replace(config.scheduler, max_queue_size=None)
-        ),
+        config=worker_config(config, transfers=roles != MIXED),
+        roles=roles,
         address=address,
         name=values["name"] or f"{socket.gethostname()}-{os.getpid()}",
         token=read_token(values["token-file"]),

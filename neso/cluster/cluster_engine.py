@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import subprocess
@@ -13,15 +14,14 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 
 from neso.cluster.front_end import ClusterChannel, WorkerFailed
 from neso.cluster.sockets import FrontEndSocket, read_token
-from neso.cluster.worker import WorkerOptions, model_digest
+from neso.cluster.worker import WorkerOptions, checkpoint_digest, worker_config
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.engine_client import load_engine_tokenizer
 from neso.engine.client.engine_group import sum_info
-from neso.engine.cluster_config import ClusterConfig
+from neso.engine.cluster_config import MIXED, Roles
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
 from neso.engine.ipc.channel import describe_exit
@@ -39,7 +39,7 @@ class LocalWorker:
 
     def __init__(self, options: WorkerOptions, channel: ClusterChannel) -> None:
         self._options, self._channel = options, channel
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
         self._on_dead: list[Callable[[str], None]] = []
         self._stopping = False
@@ -54,9 +54,12 @@ class LocalWorker:
 
     async def start(self) -> EngineInfo:
         """Start the process and wait until it has joined. Raises `EngineError`."""
-        process = self._process = self._spawn()
+        options = msgspec.json.encode(self._options).decode()
+        command = (sys.executable, "-m", "neso.cluster.worker_process", options)
+        process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE)
+        self._process = process
         joining = asyncio.ensure_future(self._channel.joined(self.name))
-        ended = asyncio.ensure_future(asyncio.to_thread(process.wait))
+        ended = asyncio.ensure_future(process.wait())
         try:
             await asyncio.wait((joining, ended), return_when=asyncio.FIRST_COMPLETED)
             if not joining.done():
@@ -75,11 +78,6 @@ class LocalWorker:
         self._watching = asyncio.create_task(self._watch(ended))
         return info
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        options = msgspec.json.encode(self._options).decode()
-        command = [sys.executable, "-m", "neso.cluster.worker_process", options]
-        return subprocess.Popen(command, stdin=subprocess.PIPE)
-
     async def _watch(self, ended: asyncio.Future[int]) -> None:
         reason = f"{self.name} has ended ({describe_exit(await ended)})"
         if self._stopping:
@@ -95,19 +93,21 @@ class LocalWorker:
             self._kill()
 
     def _kill(self) -> None:
-        if self._process is not None:
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     async def stop(self, timeout: float) -> None:
         """End the process; kill it after `timeout` seconds."""
         self._stopping = True
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or self._process.returncode is not None:
             return
         if timeout:
             self._process.terminate()
-        waiting = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
+        waiting = asyncio.ensure_future(self._process.wait())
         try:
             await asyncio.wait((waiting,), timeout=timeout)
         finally:
@@ -150,7 +150,7 @@ class ClusterEngine(AsyncEngine):
         super().__init__(config, channel, info, tokenizer, images)
         self.cluster, self.local = channel, local
         self._directory = directory
-        channel.on_workers = self._on_workers
+        channel.on_workers(self._on_workers)
 
     @classmethod
     async def open(cls, config: EngineConfig, gpus: Sequence[str] = ()) -> ClusterEngine:
@@ -172,10 +172,13 @@ class ClusterEngine(AsyncEngine):
                 socket.close()
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        channel = ClusterChannel(config, await asyncio.to_thread(model_digest, config), sockets)
+        channel = ClusterChannel(config, await asyncio.to_thread(checkpoint_digest, config), sockets)
         workers = [
-            LocalWorker(WorkerOptions(config=one, address=local_address, name=f"worker-{number}"), channel)
-            for number, one in enumerate(placed)
+            LocalWorker(
+                WorkerOptions(config=one, address=local_address, name=_name(number, roles), roles=roles),
+                channel,
+            )
+            for number, (one, roles) in enumerate(zip(placed, config.cluster.local_roles, strict=True))
         ]
         try:
             info, tokenizer = await _load(config, channel, workers)
@@ -213,11 +216,17 @@ def _check(config: EngineConfig) -> None:
 
 def _placed(config: EngineConfig, gpus: Sequence[str]) -> list[EngineConfig]:
     """Return the options of each local worker. The front end has the queue and its limit."""
-    own = replace(config, cluster=ClusterConfig(), scheduler=replace(config.scheduler, max_queue_size=None))
+    transfers = any(roles != MIXED for roles in config.cluster.local_roles)
+    own = worker_config(config, transfers=transfers)
     try:
-        return place_engines(own, config.cluster.workers, gpus) if config.cluster.workers else []
+        count = len(config.cluster.local_roles)
+        return place_engines(own, count, gpus) if count else []
     except ValueError as error:
         raise EngineError(str(error)) from None
+
+
+def _name(number: int, roles: Roles) -> str:
+    return f"{'worker' if roles == MIXED else next(iter(roles))}-{number}"
 
 
 async def _load(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from neso.engine.cluster_config import MIXED, Roles
 from neso.engine.core.request import SequenceOutput
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import Command, EngineInfo, Integrity, LoraDone, LoraNames
@@ -67,6 +68,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     pid: int
     model: str
     info: EngineInfo
+    roles: Roles = MIXED
     loras: dict[str, str | None] = {}
 
 

@@ -7,16 +7,21 @@ from typing import NamedTuple
 
 from neso.cluster.work_queue import Job, WorkerState
 from neso.engine.client.engine_load import LeastCost
+from neso.engine.cluster_config import DECODE, PREFILL
 
 MAX_DELAY = 0.05
 """Seconds that a request waits at most for a busy worker that holds its prefix or its adapter."""
 
 
 class Choice(NamedTuple):
-    """`job` goes to `worker` now; None: nothing can start. `wake`: when a waiting request has waited long enough."""
+    """`job` goes to `worker` now; None: nothing can start. `wake`: when a waiting request has waited long enough.
+
+    `prefiller`: worker that computes the prompt; None: `worker` does, or the request has an export already.
+    """
 
     job: Job | None = None
     worker: WorkerState | None = None
+    prefiller: WorkerState | None = None
     wake: float | None = None
 
 
@@ -24,27 +29,62 @@ class Router:
     """Delay scheduling: a request waits a moment for the worker where it costs least, then goes to any other.
 
     Costs are prompt tokens that the worker's cache does not hold, and the work in front of the request, see `Load`. A
-    request for which no worker has room holds up those behind it, so a large one is not overtaken forever.
+    request for which no worker has room holds up those behind it, so a large one is not overtaken forever. A request
+    whose prompt is computed elsewhere starts when both workers have room, so neither waits for the other one.
+
+    `min_remote_prefill`: prompts with fewer tokens outside the cache are computed by the worker that decodes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, min_remote_prefill: int = 0) -> None:
+        self._min_remote_prefill = min_remote_prefill
         self._choose = LeastCost()
 
     def choose(self, window: Sequence[Job], workers: Sequence[WorkerState], now: float) -> Choice:
         """Choose the next grant among the oldest waiting requests. `now`: in seconds of the clock of the queue."""
         wake: float | None = None
+        decoders = [worker for worker in workers if "decode" in worker.roles]
         for job in window:
-            free = [worker for worker in workers if worker.has_room(job)]
+            free = [worker for worker in decoders if self._can_start(job, worker, workers)]
             if not free:
                 break
-            best = min(workers, key=lambda worker: worker.cost(job))
-            if best in free:
-                return Choice(job, self._choose(job, free))
-            ready = job.waiting_since + worthwhile_delay(job, best, free)
-            if now >= ready:
-                return Choice(job, self._choose(job, free))
-            wake = ready if wake is None else min(wake, ready)
+            best = min(decoders, key=lambda worker: worker.cost(job))
+            if best not in free:
+                ready = job.waiting_since + worthwhile_delay(job, best, free)
+                if now < ready:
+                    wake = ready if wake is None else min(wake, ready)
+                    continue
+            worker = self._choose(job, free)
+            return Choice(job, worker, self._prefiller(job, worker, workers))
         return Choice(wake=wake)
+
+    def is_remote(self, job: Job, worker: WorkerState) -> bool:
+        """Whether the prompt of a request is long enough to be computed by another worker than `worker`."""
+        return job.can_import and worker.uncached_tokens(job) >= max(1, self._min_remote_prefill)
+
+    def prefillers(self, job: Job, worker: WorkerState, workers: Sequence[WorkerState]) -> list[WorkerState]:
+        """Return the workers that may compute the prompt for `worker`; none if it computes the prompt itself.
+
+        Workers that only compute prompts are preferred; a worker that does both needs no other one that does both.
+        """
+        if not self.is_remote(job, worker):
+            return []
+        others = [one for one in workers if "prefill" in one.roles and one is not worker]
+        only = [one for one in others if one.roles == PREFILL]
+        return only or (others if worker.roles == DECODE else [])
+
+    def _can_start(self, job: Job, worker: WorkerState, workers: Sequence[WorkerState]) -> bool:
+        if job.export is not None:
+            return worker.has_room(job, remote=True)
+        prefillers = self.prefillers(job, worker, workers)
+        if not prefillers:
+            return worker.has_room(job)
+        return worker.has_room(job, remote=True) and any(one.has_room(job) for one in prefillers)
+
+    def _prefiller(self, job: Job, worker: WorkerState, workers: Sequence[WorkerState]) -> WorkerState | None:
+        if job.export is not None:
+            return None
+        free = [one for one in self.prefillers(job, worker, workers) if one.has_room(job)]
+        return self._choose(job, free) if free else None
 
 
 def worthwhile_delay(job: Job, best: WorkerState, others: Sequence[WorkerState]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from neso.cluster.messages import Cost, Credits, Frame
 from neso.engine.client.engine_load import Load
 from neso.engine.client.prefix_estimate import PrefixEstimate, PrefixKeys
+from neso.engine.cluster_config import MIXED, Roles
 from neso.engine.core.admission import WaitingQueue
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.sequence import Sequence as QueuedSequence
@@ -102,8 +104,25 @@ def _without_first(output: SequenceOutput, count: int) -> SequenceOutput:
     )
 
 
+@dataclass(slots=True)
+class Export:
+    """The prompt of a request on the worker that computes it, or holds its blocks, for the worker that decodes.
+
+    `num_uncached`: tokens to compute, 0 afterwards; `touched`: time of the grant or of the last extension of the lease.
+    """
+
+    worker: WorkerState
+    transfer_id: str
+    attempt: int
+    num_uncached: int
+    touched: float
+
+
 class Job:
-    """A request in the queue. `worker`: None while it waits; `num_uncached`: its prompt tokens without an output."""
+    """A request in the queue. `worker`: None while it waits; `num_uncached`: its prompt tokens without an output.
+
+    `export`: its prompt, if another worker computes it; None after the first output.
+    """
 
     def __init__(self, request: EngineRequest, keys: PrefixKeys | None, arrived: float) -> None:
         self.request, self.keys, self.arrived = request, keys, arrived
@@ -114,8 +133,13 @@ class Job:
         self.entry: QueuedSequence | None = None
         self.waiting_since = arrived
         self.granted = 0.0
+        self.last_output: float | None = None  # of the present attempt
         self.num_uncached = 0
-        self.cancelled: set[int] = set()  # sequences that the client has ended by a stop string
+        self.export: Export | None = None
+        self.can_import = (
+            request.pooling is None and request.draft is None and not request.sampling.needs_prompt_scores
+        )
+        """Whether another worker can compute the prompt: nothing but its keys and values is needed."""
 
     @property
     def id(self) -> str:
@@ -129,25 +153,32 @@ class Job:
     def lora(self) -> LoraRequest | None:
         return self.request.lora
 
-    def cost(self, worker: WorkerState) -> Cost:
-        """Return what the request takes of a worker. Blocks for its output are not reserved: the engine preempts."""
+    def cost(self, worker: WorkerState, *, remote: bool = False) -> Cost:
+        """Return what the request takes of a worker. Blocks for its output are not reserved: the engine preempts.
+
+        `remote`: another worker computes the prompt.
+        """
         blocks = (
             -(-self.num_prompt_tokens // worker.block_size) + self.num_sequences if worker.num_blocks else 0
         )
-        return Cost(self.num_sequences, blocks, worker.uncached_tokens(self))
+        return Cost(self.num_sequences, blocks, 0 if remote else worker.uncached_tokens(self))
 
 
 class WorkerState(Load):
     """A worker as the front end knows it: its credits, the grants that these do not include, its requests."""
 
-    def __init__(self, name: str, info: EngineInfo) -> None:
+    def __init__(self, name: str, info: EngineInfo, roles: Roles = MIXED) -> None:
         super().__init__(info.block_size, PrefixEstimate(info.num_blocks))
-        self.name, self.info = name, info
+        self.name, self.info, self.roles = name, info, roles
         self.num_blocks = info.num_blocks
         self.stats = EngineStats(num_blocks=info.num_blocks)
         self.credits = Credits()
         self.jobs: dict[str, Job] = {}
+        self.exports: dict[str, Job] = {}
+        """Requests whose prompts the worker computes, or holds, for others."""
         self.loras: dict[str, str | None] = {}
+        self.itl = 0.0
+        """Measured seconds between two tokens of a sequence."""
         self.seconds_per_token = 0.0
         """Measured time to prefill a token, including waiting in the worker; 0: not known."""
         self._num_grants = 0
@@ -158,17 +189,21 @@ class WorkerState(Load):
         self.credits = credits
         self._unseen = [entry for entry in self._unseen if entry[0] > credits.grants]
 
-    def has_room(self, job: Job) -> bool:
-        """Whether the worker can take a request now."""
+    def has_room(self, job: Job, *, remote: bool = False) -> bool:
+        """Whether the worker can take a request now. `remote`: another worker computes the prompt."""
         reserved = Cost()
         for _, cost in self._unseen:
             reserved = reserved.plus(cost)
-        return self.credits.cover(reserved, job.cost(self))
+        return self.credits.cover(reserved, job.cost(self, remote=remote))
 
     def reserve(self, cost: Cost) -> None:
         """Count a grant."""
         self._num_grants += 1
         self._unseen.append((self._num_grants, cost))
+
+    def observe_tokens(self, seconds: float, tokens: int) -> None:
+        """Record the time of tokens after the first one."""
+        self.itl = 0.9 * self.itl + 0.1 * seconds / tokens if self.itl else seconds / tokens
 
     def observe_prefill(self, seconds: float, tokens: int) -> None:
         """Record the time from a grant to its first output."""
@@ -229,27 +264,63 @@ class WorkQueue:
         return [self._by_entry[entry.id] for entry in islice(self._waiting, WINDOW)]
 
     def grant(self, job: Job, worker: WorkerState) -> Cost:
-        """Give a waiting request to a worker and reserve its cost there."""
+        """Give a waiting request to a worker and reserve its cost there.
+
+        If it has an export, the prompt is computed elsewhere: see `grant_prefill`.
+        """
         assert job.entry is not None and job.worker is None
         self._waiting.remove(job.entry)
         del self._by_entry[job.entry.id]
-        cost = job.cost(worker)
+        cost = job.cost(worker, remote=job.export is not None)
         worker.reserve(cost)
-        job.worker, job.granted = worker, self._clock()
+        job.worker, job.granted, job.last_output = worker, self._clock(), None
         job.num_uncached = worker.add(job)
+        if job.export is not None:
+            worker.num_prefill_tokens -= job.num_uncached
+            job.num_uncached = 0
         worker.jobs[job.id] = job
         return cost
+
+    def grant_prefill(self, job: Job, worker: WorkerState) -> Cost:
+        """Let a worker compute the prompt of a waiting request, before `grant` gives the request to another one."""
+        assert job.export is None
+        cost = job.cost(worker)
+        worker.reserve(cost)
+        job.export = Export(worker, f"{job.id}:{job.attempt}", job.attempt, worker.add(job), self._clock())
+        worker.exports[job.id] = job
+        return cost
+
+    def prefilled(self, job: Job) -> None:
+        """Record that the prompt is computed: its worker holds the blocks for the other one."""
+        export = job.export
+        if export is not None and export.num_uncached:
+            export.worker.observe_prefill(self._clock() - export.touched, export.num_uncached)
+            export.touched = self._clock()
+            export.worker.remove(job, export.num_uncached)
+            export.num_uncached = 0
+
+    def end_export(self, job: Job) -> Export | None:
+        """Forget the export of a request, whose blocks are no longer needed. Returns it."""
+        export, job.export = job.export, None
+        if export is not None:
+            if export.num_uncached:
+                export.worker.remove(job, export.num_uncached)
+            del export.worker.exports[job.id]
+        return export
 
     def time_left_ms(self, job: Job) -> float | None:
         """Return the rest of a request's queue_timeout_ms for its engine."""
         limit = job.request.queue_timeout_ms
         return None if limit is None else max(0.001, limit - (self._clock() - job.arrived) * 1000)
 
-    def started(self, job: Job) -> None:
-        """Count the first output of an attempt: its prefill is done."""
-        worker = job.worker
+    def observe(self, job: Job, num_tokens: int) -> None:
+        """Record an output of an attempt; with the first one its prefill is done."""
+        worker, now = job.worker, self._clock()
+        if worker is not None and job.last_output is not None and num_tokens and job.num_sequences == 1:
+            worker.observe_tokens(now - job.last_output, num_tokens)
+        job.last_output = now
         if worker is not None and job.num_uncached:
-            worker.observe_prefill(self._clock() - job.granted, job.num_uncached)
+            worker.observe_prefill(now - job.granted, job.num_uncached)
             worker.num_prefill_tokens -= job.num_uncached
             job.num_uncached = 0
 
@@ -284,9 +355,14 @@ class WorkQueue:
         jobs = [self._by_entry.get(entry.id) for entry in self._waiting.expired()]
         return [job for job in jobs if job is not None and job.attempt == 1]
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Number of prompt tokens of the waiting requests."""
+        return sum(job.num_prompt_tokens for job in self._by_entry.values())
+
     def predicted_wait(self, workers: Iterable[WorkerState]) -> float:
         """Return the seconds in which the workers can prefill what waits; 0 if no speed was measured."""
-        tokens = sum(job.num_prompt_tokens for job in self._by_entry.values())
+        tokens = self.waiting_tokens
         speed = sum(1 / worker.seconds_per_token for worker in workers if worker.seconds_per_token)
         return tokens / speed if speed else 0.0
 

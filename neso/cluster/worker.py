@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import socket as sockets
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from neso.cluster.messages import (
     PROTOCOL_VERSION,
@@ -35,6 +35,7 @@ from neso.cluster.messages import (
     to_worker,
 )
 from neso.cluster.sockets import WorkerSocket
+from neso.engine.cluster_config import MIXED, ClusterConfig, Roles
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.stats import EngineStats
@@ -51,6 +52,7 @@ from neso.engine.ipc.messages import (
     LoraNames,
     StepOutputs,
 )
+from neso.engine.kv_transfer.format import model_digest
 from neso.generation.output import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -68,21 +70,24 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     address: str
     name: str
+    roles: Roles = MIXED
     token: str | None = None
     drain_seconds: float = 30.0
 
 
-def model_digest(config: EngineConfig) -> str:
-    """Return a digest of the checkpoint: its JSON files, the sizes of the others, and options that change results."""
-    path, digest = Path(config.model), hashlib.sha256()
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    for file in files:
-        if file.suffix in (".json", ".jinja", ".model"):
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
-        elif file.is_file():
-            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-    digest.update(repr([getattr(config, name) for name in _RESULT_OPTIONS]).encode())
-    return digest.hexdigest()
+def worker_config(config: EngineConfig, *, transfers: bool) -> EngineConfig:
+    """Return the options of a worker's engine. `transfers`: whether workers take prompts from each other.
+
+    The server has the queue and its limit.
+    """
+    transfer = replace(config.transfer, kv_transfer=True) if transfers else config.transfer
+    scheduler = replace(config.scheduler, max_queue_size=None)
+    return replace(config, cluster=ClusterConfig(), scheduler=scheduler, transfer=transfer)
+
+
+def checkpoint_digest(config: EngineConfig) -> str:
+    """Return a digest of the checkpoint and of the options that change results."""
+    return model_digest(Path(config.model), *(getattr(config, name) for name in _RESULT_OPTIONS))
 
 
 @dataclass(slots=True)
@@ -173,8 +178,9 @@ class Worker:
                 name=options.name,
                 host=sockets.gethostname(),
                 pid=os.getpid(),
-                model=model_digest(options.config),
+                model=checkpoint_digest(options.config),
                 info=self._info,
+                roles=options.roles,
                 loras=self._loras,
             )
         )
@@ -249,7 +255,7 @@ class Worker:
             if running is None:
                 continue
             running.started = True
-            own = msgspec.structs.replace(output, request_id=running.request_id)
+            own = replace(output, request_id=running.request_id)
             yield Frame(running.attempt, running.sent[output.index], own)
             running.sent[output.index] += len(output.token_ids)
             if output.finish_reason is not None:
@@ -306,7 +312,7 @@ class Worker:
             sent=[len(request.output_token_ids)] * count,
             open=set(range(count)),
         )
-        self._channel.send(Add(msgspec.structs.replace(request, request_id=engine_id)))
+        self._channel.send(Add(replace(request, request_id=engine_id)))
 
     def _cancel(self, engine_id: str, index: int | None) -> None:
         running = self._running.get(engine_id)

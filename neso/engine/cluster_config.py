@@ -7,6 +7,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+Roles = frozenset[str]
+PREFILL: Roles = frozenset({"prefill"})
+DECODE: Roles = frozenset({"decode"})
+MIXED: Roles = PREFILL | DECODE
+"""A worker computes prompts for others (prefill), generates text (decode), or does both."""
 MIN_TOKEN_LENGTH = 16
 """Minimum number of characters of the token that workers of other hosts share with the server."""
 
@@ -16,17 +21,44 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     workers: Annotated[
         int,
-        Meta(description="Number of worker processes to start for the model; 0 for engines without workers."),
+        Meta(description="Number of worker processes that compute prompts and generate text."),
     ] = 0
+    prefill_workers: Annotated[
+        int, Meta(description="Number of worker processes that only compute prompts.")
+    ] = 0
+    decode_workers: Annotated[
+        int,
+        Meta(
+            description="Number of worker processes that generate text; prefill workers compute long prompts."
+        ),
+    ] = 0
+    min_remote_prefill: Annotated[
+        int,
+        Meta(description="A decode worker itself computes prompts with fewer tokens outside its cache."),
+    ] = 256
+    max_queue_seconds: Annotated[
+        float | None,
+        Meta(
+            description="Reject requests while the prefill of those that wait takes more seconds than this."
+        ),
+    ] = None
+    ttft_target: Annotated[
+        float | None,
+        Meta(description="Target of the time to the first token; with itl_target, workers change roles."),
+    ] = None
+    itl_target: Annotated[
+        float | None, Meta(description="Target of the seconds between two tokens; see ttft_target.")
+    ] = None
+    role_period: Annotated[
+        float, Meta(description="Seconds between two decisions about the roles of workers.")
+    ] = 5.0
     worker_address: Annotated[
         str | None,
         Meta(description="Address for workers started by `neso worker`: tcp://HOST:PORT or ipc://PATH."),
     ] = None
     worker_token_file: Annotated[
         str | None,
-        Meta(
-            description="File with the secret that workers of a tcp:// address must have: at least 16 characters."
-        ),
+        Meta(description="File with the secret of workers at a tcp:// address, at least 16 characters."),
     ] = None
     max_attempts: Annotated[
         int, Meta(description="Number of workers that a request may lose before it fails.")
@@ -35,11 +67,29 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def enabled(self) -> bool:
         """Whether the model is served by workers."""
-        return self.workers > 0 or self.worker_address is not None
+        return bool(self.local_roles) or self.worker_address is not None
+
+    @property
+    def local_roles(self) -> list[Roles]:
+        """The roles of each worker that the server starts."""
+        return [
+            *([MIXED] * self.workers),
+            *([PREFILL] * self.prefill_workers),
+            *([DECODE] * self.decode_workers),
+        ]
 
     def __post_init__(self) -> None:
-        if self.workers < 0:
-            raise ValueError(f"workers must be at least 0, got {self.workers}")
+        for name in ("workers", "prefill_workers", "decode_workers", "min_remote_prefill"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.prefill_workers and not (self.decode_workers or self.workers or self.worker_address):
+            raise ValueError("prefill_workers need decode_workers, which generate the text")
+        for name in ("max_queue_seconds", "ttft_target", "itl_target", "role_period"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        if (self.ttft_target is None) != (self.itl_target is None):
+            raise ValueError("ttft_target and itl_target must be given together")
         if self.max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
         if self.worker_address is not None:

@@ -65,13 +65,20 @@ class FakeWorker:
         return msgspec.msgpack.decode(self.grants[number].request, type=EngineRequest)
 
     def frame(
-        self, tokens: list[int], start: int = 0, *, finished: bool = False, number: int = -1, index: int = 0
+        self,
+        tokens: list[int],
+        start: int = 0,
+        *,
+        finished: bool = False,
+        number: int = -1,
+        index: int = 0,
+        **values: Any,
     ) -> Frame:
         """Return an output of a granted request."""
         grant = self.grants[number]
         reason = FinishReason.LENGTH if finished else None
         output = SequenceOutput(
-            request_id=grant.request_id, index=index, token_ids=tokens, finish_reason=reason
+            request_id=grant.request_id, index=index, token_ids=tokens, finish_reason=reason, **values
         )
         return Frame(grant.attempt, start, output)
 

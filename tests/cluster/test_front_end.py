@@ -13,9 +13,9 @@ from eventually import until
 from fake_worker import BLOCK, INFO, MODEL, FakeWorker
 
 from neso.cluster.front_end import ClusterChannel
-from neso.cluster.messages import EngineEvent, Introduce, Leave, Refused, Tell, Welcome
+from neso.cluster.messages import EngineEvent, Frame, Introduce, Leave, Refused, Tell, Welcome
 from neso.cluster.sockets import FrontEndSocket, read_token
-from neso.engine.cluster_config import ClusterConfig
+from neso.engine.cluster_config import DECODE, PREFILL, ClusterConfig
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.scheduler_config import SchedulerConfig
@@ -28,6 +28,7 @@ from neso.engine.ipc.messages import (
     Integrity,
     LoadLora,
     LoraDone,
+    ReleaseLease,
     StepOutputs,
     Unsendable,
 )
@@ -72,10 +73,11 @@ class FrontEnd:
 
     def add(self, name: str, **values: Any) -> None:
         sampling = values.pop("sampling", SamplingParams(seed=1))
+        prompt = values.pop("prompt", [1, 2, 3])
         self.channel.send(
             Add(
                 EngineRequest(
-                    request_id=name, prompt_token_ids=[1, 2, 3], sampling=sampling, max_tokens=9, **values
+                    request_id=name, prompt_token_ids=prompt, sampling=sampling, max_tokens=9, **values
                 )
             )
         )
@@ -149,8 +151,26 @@ async def test_request_of_a_worker_that_leaves_is_continued(start: Start):
     # The earlier attempt still sends a token: it is dropped, and the worker is introduced again.
     first.report(first.frame([99], 2))
     await until(lambda: any(isinstance(message, Introduce) for message in first.received))
-    second.report(second.frame([7, 8, 9], finished=True))
+    assert second.request().output_token_ids == [7, 8]
+    second.report(second.frame([9], 2, finished=True))
     await until(lambda: front_end.tokens("a") == [7, 8, 9])
+
+
+async def test_request_with_several_outputs_starts_again_and_each_token_is_delivered_once(start: Start):
+    front_end = await start()
+    first, second = await front_end.join("first"), await front_end.join("second", sequences=0)
+    front_end.add("a", sampling=SamplingParams(n=2, seed=1))
+    await until(lambda: first.grants)
+    first.report(first.frame([7, 8], index=0), first.frame([5], index=1))
+    await until(lambda: len(front_end.tokens("a")) == 3)
+    first.send(Leave("it was stopped"))
+    second.report()
+    await until(lambda: second.grants)
+    assert second.request().output_token_ids == []
+    second.report(
+        second.frame([7, 8, 9], finished=True, index=0), second.frame([5, 6], finished=True, index=1)
+    )
+    await until(lambda: front_end.tokens("a") == [7, 8, 5, 9, 6])
 
 
 async def test_outputs_of_an_earlier_attempt_are_dropped(start: Start):
@@ -199,7 +219,7 @@ async def test_request_that_loses_every_worker_fails(start: Start):
 async def test_different_continuation_is_an_error(start: Start):
     front_end = await start()
     first, second = await front_end.join("first"), await front_end.join("second", sequences=0)
-    front_end.add("a")
+    front_end.add("a", sampling=SamplingParams(n=2, seed=1))
     await until(lambda: first.grants)
     first.report(first.frame([7, 8]))
     await until(lambda: front_end.tokens("a"))
@@ -256,6 +276,17 @@ async def test_full_queue_refuses_requests(start: Start):
     front_end.add("b")
     await until(front_end.errors)
     assert front_end.errors() == ["1 requests wait already, max_queue_size is 1"]
+    assert front_end.outputs[0].refused
+
+
+async def test_requests_are_refused_while_the_predicted_wait_is_too_long(start: Start):
+    front_end = await start(cluster=ClusterConfig(max_queue_seconds=1.0))
+    await front_end.join("w", sequences=0)
+    front_end.add("first")  # nothing was measured yet
+    front_end.channel.workers[0].observe_prefill(10.0, 10)
+    front_end.add("second")
+    await until(front_end.errors)
+    assert front_end.errors() == ["the predicted wait is 3.0 s, max_queue_seconds is 1"]
     assert front_end.outputs[0].refused
 
 
@@ -374,6 +405,10 @@ def test_token_file_is_checked(tmp_path: Path):
     "options, message",
     [
         ({"workers": -1}, "workers must be at least 0"),
+        ({"prefill_workers": 1}, "prefill_workers need decode_workers"),
+        ({"ttft_target": 1}, "must be given together"),
+        ({"ttft_target": 1, "itl_target": 0}, "itl_target must be above 0"),
+        ({"max_queue_seconds": 0}, "max_queue_seconds must be above 0"),
         ({"max_attempts": 0}, "max_attempts must be at least 1"),
         ({"worker_address": "http://x"}, "must begin with tcp:// or ipc://"),
         ({"worker_address": "tcp://0.0.0.0:9"}, "needs a file with a token"),
@@ -382,3 +417,164 @@ def test_token_file_is_checked(tmp_path: Path):
 def test_options_are_checked(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         EngineConfig.from_options("m", options)
+
+
+# -- prompts that another worker computes -----------------------------------------------------------------------
+
+KV_INFO = msgspec.structs.replace(INFO, kv_address="ipc://kv")
+LONG = [*range(1, 101)]
+
+
+async def split(start: Start) -> tuple[FrontEnd, FakeWorker, FakeWorker]:
+    """Start a front end with a prefill worker and a decode worker."""
+    front_end = await start(cluster=ClusterConfig(min_remote_prefill=64))
+    prefill = await front_end.join("prefill", roles=PREFILL, info=KV_INFO)
+    decode = await front_end.join("decode", roles=DECODE, info=KV_INFO)
+    return front_end, prefill, decode
+
+
+def released(worker: FakeWorker) -> list[str]:
+    commands = [message.command for message in worker.received if isinstance(message, Tell)]
+    return [command.transfer_id for command in commands if isinstance(command, ReleaseLease)]
+
+
+def finished_export(worker: FakeWorker) -> Frame:
+    return worker.frame([], finished=True)
+
+
+async def test_long_prompt_is_computed_by_a_prefill_worker(start: Start):
+    front_end, prefill, decode = await split(start)
+    front_end.add("a", prompt=LONG)
+    await until(lambda: prefill.grants and decode.grants)
+    export, source = prefill.request().kv_export, decode.request().kv_import
+    assert export is not None and source is not None
+    assert (source.address, source.transfer_id) == ("ipc://kv", export.transfer_id)
+    assert prefill.grants[0].cost.prefill_tokens == 100
+    assert decode.grants[0].cost.prefill_tokens == 0
+    prefill.report(finished_export(prefill))
+    decode.report(decode.frame([7], imported_tokens=96))
+    await until(lambda: front_end.tokens("a") == [7])
+    counters = front_end.channel.counters
+    assert (counters.remote_prefills, counters.imported_tokens, counters.fallbacks) == (1, 96, 0)
+    for worker in front_end.channel.workers:
+        await until(lambda worker=worker: worker.num_prefill_tokens == 0)
+    prefill_state = next(worker for worker in front_end.channel.workers if worker.name == "prefill")
+    assert prefill_state.num_sequences == 0 and not prefill_state.exports
+
+
+async def test_short_or_cached_prompt_stays_on_the_decode_worker(start: Start):
+    front_end, prefill, decode = await split(start)
+    front_end.add("short")
+    await until(lambda: decode.grants)
+    front_end.add("long", prompt=LONG)
+    await until(lambda: len(decode.grants) == 2)
+    front_end.add("cached", prompt=[*LONG, 5])
+    await until(lambda: len(decode.grants) == 3)
+    assert [decode.request(number).kv_import is None for number in range(3)] == [True, False, True]
+    assert len(prefill.grants) == 1
+
+
+async def test_request_waits_until_both_workers_have_room(start: Start):
+    front_end, prefill, decode = await split(start)
+    prefill.report(sequences=0)
+    await until(lambda: not any(worker.credits.sequences for worker in front_end.channel.workers[:1]))
+    front_end.add("a", prompt=LONG)
+    assert front_end.channel.stats().num_waiting == 1
+    prefill.report(sequences=1)
+    await until(lambda: prefill.grants and decode.grants)
+
+
+async def test_failed_transfer_is_counted(start: Start):
+    front_end, _, decode = await split(start)
+    front_end.add("a", prompt=LONG)
+    await until(lambda: decode.grants)
+    decode.report(decode.frame([7], import_error="no answer"))
+    await until(lambda: front_end.tokens("a") == [7])
+    assert front_end.channel.counters.fallbacks == 1
+
+
+async def test_without_prefill_workers_the_decode_worker_computes_and_it_is_counted(start: Start):
+    front_end = await start(cluster=ClusterConfig(min_remote_prefill=64))
+    decode = await front_end.join("decode", roles=DECODE, info=KV_INFO)
+    front_end.add("a", prompt=LONG)
+    await until(lambda: decode.grants)
+    assert decode.request().kv_import is None
+    assert front_end.channel.counters.fallbacks == 1
+
+
+async def test_lost_prefill_worker_repeats_requests_that_wait_for_it(start: Start):
+    front_end, prefill, decode = await split(start)
+    front_end.add("a", prompt=LONG)
+    await until(lambda: decode.grants)
+    prefill.send(Leave("a crash"))
+    await until(lambda: len(decode.grants) == 2)
+    assert [(cancel.request_id, cancel.attempt) for cancel in decode.cancels()] == [("a", 1)]
+    assert (decode.grants[1].attempt, decode.request().kv_import) == (2, None)
+
+
+async def test_prompt_that_the_prefill_worker_rejects_is_computed_by_the_decode_worker(start: Start):
+    front_end, prefill, decode = await split(start)
+    front_end.add("a", prompt=LONG)
+    await until(lambda: prefill.grants and decode.grants)
+    rejected = SequenceOutput.failed("a", 0, "too long for the cache")
+    prefill.report(Frame(prefill.grants[0].attempt, 0, rejected))
+    await until(lambda: len(decode.grants) == 2)
+    assert decode.request().kv_import is None and len(prefill.grants) == 1
+    assert front_end.channel.counters.fallbacks == 1 and not front_end.errors()
+
+
+async def test_next_decode_worker_takes_the_prompt_that_was_computed(start: Start):
+    front_end, prefill, decode = await split(start)
+    second = await front_end.join("second", sequences=0, roles=DECODE, info=KV_INFO)
+    front_end.add("a", prompt=LONG)
+    await until(lambda: decode.grants)
+    prefill.report(finished_export(prefill))
+    decode.send(Leave("a crash"))
+    second.report()
+    await until(lambda: second.grants)
+    assert len(prefill.grants) == 1
+    source, export = second.request().kv_import, prefill.request().kv_export
+    assert source is not None and export is not None and source.transfer_id == export.transfer_id
+
+
+async def test_blocks_of_a_cancelled_request_are_released(start: Start):
+    front_end, prefill, decode = await split(start)
+    front_end.add("a", prompt=LONG)
+    await until(lambda: decode.grants)
+    front_end.channel.send(Abort("a"))
+    await until(lambda: released(prefill) and prefill.cancels())
+    assert not any(worker.exports or worker.num_sequences for worker in front_end.channel.workers)
+
+
+async def test_roles_change_under_load(start: Start):
+    targets = ClusterConfig(ttft_target=0.1, itl_target=0.1, role_period=0.05)
+    front_end = await start(cluster=targets)
+    await front_end.join("prefill", sequences=0, roles=PREFILL, info=KV_INFO)
+    decode = await front_end.join("decode", roles=DECODE, info=KV_INFO)
+    await front_end.join("second", roles=DECODE, info=KV_INFO)
+    for worker in front_end.channel.workers:
+        worker.observe_prefill(10.0, 10)
+    changed: list[int] = []
+    front_end.channel.on_workers(lambda: changed.append(1))
+    front_end.add("a", prompt=[*range(300)])
+    await until(lambda: changed)
+    assert [worker.roles for worker in front_end.channel.workers].count(PREFILL) == 2
+    assert front_end.channel.counters.role_changes == 1
+    await until(lambda: decode.grants)  # the request starts at once
+
+
+async def test_worker_with_a_role_needs_kv_transfers(start: Start):
+    front_end = await start()
+    worker = front_end.worker("decode", roles=DECODE)
+    await until(lambda: worker.received)
+    assert isinstance(worker.received[0], Refused) and "transfers no KV cache" in worker.received[0].reason
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(prompt_logprobs=0), SamplingParams(return_context_logits=True)]
+)
+async def test_request_that_needs_logits_of_its_prompt_is_not_split(start: Start, sampling: SamplingParams):
+    front_end, prefill, decode = await split(start)
+    front_end.add("a", prompt=LONG, sampling=sampling)
+    await until(lambda: decode.grants)
+    assert decode.request().kv_import is None and not prefill.grants

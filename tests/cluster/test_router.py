@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neso.cluster.messages import Credits
-from neso.cluster.router import MAX_DELAY, Router
+from neso.cluster.router import MAX_DELAY, Choice, Router
 from neso.cluster.work_queue import Job, WorkerState
 from neso.engine.client.prefix_estimate import PrefixKeys
 from neso.engine.core.request import EngineRequest
@@ -79,8 +79,8 @@ def test_request_without_room_holds_up_the_queue():
     large, small = job(160), job(16)
     few_blocks = worker("w", Credits(8, 5, 1000))
     assert few_blocks.has_room(small)
-    assert Router().choose([large, small], [few_blocks], 0.0) == (None, None, None)
+    assert Router().choose([large, small], [few_blocks], 0.0) == Choice()
 
 
 def test_without_workers_requests_wait():
-    assert Router().choose([job()], [], 0.0) == (None, None, None)
+    assert Router().choose([job()], [], 0.0) == Choice()

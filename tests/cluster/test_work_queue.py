@@ -83,7 +83,7 @@ class QueueMachine(RuleBasedStateMachine):
         end = min(LENGTH, start + data.draw(st.integers(1, 3)))
         before = list(job.delivered.tokens[0])
         reason = FinishReason.LENGTH if end == LENGTH else None
-        self.queue.started(job)
+        self.queue.observe(job, end - start)
         output = SequenceOutput(
             request_id=job.id, index=0, token_ids=[*range(start, end)], finish_reason=reason
         )

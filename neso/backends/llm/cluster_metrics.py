@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from neso.cluster.front_end import ClusterChannel
+from neso.cluster.work_queue import WorkerState
+from neso.engine.cluster_config import Roles
 from neso.server.metrics.registry import Family, ModelMetrics
 
 
@@ -20,7 +23,7 @@ CLUSTER_FAMILIES: dict[Family, Callable[[ClusterChannel], float]] = {
     ),
     _family(
         "queue_predicted_seconds", "gauge", "Time in which the workers can prefill the waiting requests."
-    ): lambda c: c.queue.predicted_wait(c.workers),
+    ): lambda c: c.predicted_wait,
     _family("grants_total", "counter", "Requests given to workers, each attempt counted."): lambda c: (
         c.counters.grants
     ),
@@ -36,19 +39,75 @@ CLUSTER_FAMILIES: dict[Family, Callable[[ClusterChannel], float]] = {
     _family("stale_frames_total", "counter", "Outputs of earlier attempts that were dropped."): lambda c: (
         c.counters.stale_frames
     ),
+    _family(
+        "remote_prefills_total", "counter", "Prompts given to another worker than the one that decodes."
+    ): lambda c: c.counters.remote_prefills,
+    _family("imported_tokens_total", "counter", "Prompt tokens whose KV cache was transferred."): lambda c: (
+        c.counters.imported_tokens
+    ),
+    _family(
+        "fallbacks_total", "counter", "Long prompts that the worker that decodes has computed itself."
+    ): lambda c: c.counters.fallbacks,
+    _family("role_changes_total", "counter", "Changes of workers between prefill and decode."): lambda c: (
+        c.counters.role_changes
+    ),
+}
+
+
+def _worker_family(name: str, help: str) -> Family:
+    return Family(f"neso_worker_{name}", "gauge", help, ("model", "version", "worker", "roles"))
+
+
+WORKER_FAMILIES: dict[Family, Callable[[WorkerState], float]] = {
+    _worker_family("requests", "Requests that the worker generates text for."): lambda w: len(w.jobs),
+    _worker_family("exported_prompts", "Prompts that it computes, or holds, for other workers."): lambda w: (
+        len(w.exports)
+    ),
+    _worker_family("prefill_tokens", "Prompt tokens that it has to compute."): lambda w: w.num_prefill_tokens,
+    _worker_family("free_sequences", "Sequences for which it has asked."): lambda w: w.credits.sequences,
+    _worker_family("kv_cache_usage", "Fraction of its KV cache in use."): lambda w: (
+        w.stats.num_used_blocks / w.stats.num_blocks if w.stats.num_blocks else 0.0
+    ),
+    _worker_family("inter_token_seconds", "Measured time between two tokens of a sequence."): lambda w: w.itl,
+    _worker_family("prefill_tokens_per_second", "Measured speed of its prefills, 0: not known."): lambda w: (
+        1 / w.seconds_per_token if w.seconds_per_token else 0.0
+    ),
 }
 
 
 class ClusterMetrics:
-    """Values of a model's work queue, read at each scrape."""
+    """Values of a model's work queue and of its workers, read at each scrape."""
 
     def __init__(self, model: ModelMetrics, channel: ClusterChannel) -> None:
+        self._model, self._channel = model, channel
         self._unwatch = [
-            model.watch(family, lambda read=read: read(channel))  # type: ignore[misc]
-            for family, read in CLUSTER_FAMILIES.items()
+            model.watch(family, partial(read, channel)) for family, read in CLUSTER_FAMILIES.items()
         ]
+        self._unwatch_worker: dict[tuple[WorkerState, Roles], list[Callable[[], None]]] = {}
+        self.update()
+        channel.on_workers(self.update)
+
+    def update(self) -> None:
+        """Add the values of workers that have joined or changed their roles, and remove those of others."""
+        current = {(worker, worker.roles) for worker in self._channel.workers}
+        for key in [*self._unwatch_worker]:
+            if key not in current:
+                self._remove(key)
+        for worker, roles in current:
+            if (worker, roles) not in self._unwatch_worker:
+                labels = (worker.name, "+".join(sorted(roles)))
+                self._unwatch_worker[worker, roles] = [
+                    self._model.watch(family, partial(read, worker), *labels)
+                    for family, read in WORKER_FAMILIES.items()
+                ]
+
+    def _remove(self, key: tuple[WorkerState, Roles]) -> None:
+        for unwatch in self._unwatch_worker.pop(key):
+            unwatch()
 
     def close(self) -> None:
         """Remove the values of an unloaded model."""
         for unwatch in self._unwatch:
             unwatch()
+        for key in [*self._unwatch_worker]:
+            self._remove(key)

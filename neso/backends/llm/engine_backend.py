@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -245,6 +246,7 @@ class EngineBackend(Backend):
         self._config: EngineConfig
         self._engine: EngineGroup | None = None
         self._metrics: LlmMetrics | None = None
+        self._workers: ClusterEngine | None = None
         self._cluster_metrics: ClusterMetrics | None = None
         self._supervisor: EngineSupervisor | EngineReconnector | None = None
 
@@ -257,7 +259,7 @@ class EngineBackend(Backend):
         config = await asyncio.to_thread(self.engine_config)
         config = self._config = with_launched_ranks(config, context.name, context.backend_config)
         in_process = context.backend_config.get("in-process", "false").lower() == "true"
-        count = config.cluster.workers or config.data_parallel_size or self.num_instances
+        count = len(config.cluster.local_roles) or config.data_parallel_size or self.num_instances
         claim_launched_ranks(context.core.devices, config, context.name, count)
         gpus = [str(gpu) for gpu in available_gpus()]
         workers: ClusterEngine | None = None
@@ -281,6 +283,7 @@ class EngineBackend(Backend):
         )
         info = engine.info
         self._metrics = LlmMetrics(context.metrics, engine, iterations=self.iteration_metrics)
+        self._workers = workers
         if workers is not None:
             self._cluster_metrics = ClusterMetrics(context.metrics, workers.cluster)
         self._log_loaded(info, count)
@@ -518,4 +521,10 @@ class EngineBackend(Backend):
             if self.live():
                 return Restarting(f"{message} and is being restarted: retry the request later")
             return Unavailable(f"{message} and is not restarted")
-        return Overloaded(message) if isinstance(error, EngineBusy) else InternalError(message)
+        if not isinstance(error, EngineBusy):
+            return InternalError(message)
+        overloaded = Overloaded(message)
+        if self._workers is not None:
+            wait = self._workers.cluster.predicted_wait
+            overloaded.retry_after = max(overloaded.retry_after, math.ceil(wait))
+        return overloaded

@@ -1,0 +1,122 @@
+"""`neso cluster status`: the workers, roles, queues and transfers of a server as tables."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+cluster = typer.Typer(help="Show the workers of a server.", no_args_is_help=True)
+
+_WORKER = "neso_worker_"
+_CLUSTER = "neso_cluster_"
+_COLUMNS = {
+    "requests": "decode",
+    "exported_prompts": "prefill",
+    "prefill_tokens": "tokens",
+    "free_sequences": "free",
+    "kv_cache_usage": "cache",
+    "prefill_tokens_per_second": "tokens/s",
+    "inter_token_seconds": "ITL ms",
+}
+_ROWS = {
+    "queued_requests": "requests in the queue",
+    "queue_oldest_seconds": "oldest request, s",
+    "queue_predicted_seconds": "predicted wait, s",
+    "grants_total": "attempts",
+    "retries_total": "repeated because a worker was lost",
+    "failed_requests_total": "failed because workers were lost",
+    "lost_workers_total": "lost workers",
+    "stale_frames_total": "dropped outputs of earlier attempts",
+    "remote_prefills_total": "prompts computed by another worker",
+    "imported_tokens_total": "transferred prompt tokens",
+    "fallbacks_total": "long prompts computed by the decode worker",
+    "role_changes_total": "changed roles",
+}
+
+
+@cluster.callback()
+def _commands() -> None:
+    """Show the workers of a server."""
+
+
+@cluster.command()
+def status(
+    url: Annotated[str, typer.Option(help="Metrics of the server.")] = "http://localhost:8002/metrics",
+) -> None:
+    """Print the workers, their roles, the queue and the transfers of each model on workers."""
+    import urllib.error
+    import urllib.request
+
+    from rich.console import Console
+
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            text = response.read().decode()
+    except (OSError, ValueError) as error:
+        print(f"neso cluster status: {url}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    tables = status_tables(text)
+    if not tables:
+        print(f"neso cluster status: no model of the server at {url} runs on workers", file=sys.stderr)
+        raise typer.Exit(1)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    for table in tables:
+        console.print(table)
+
+
+def status_tables(metrics: str) -> list[Table]:
+    """Return the tables of each model: its workers, and its queue. `metrics`: in Prometheus' text format."""
+    from rich.table import Table
+
+    tables = []
+    for model, (workers, queue) in _values(metrics).items():
+        table = Table(title=model)
+        for title in ("worker", "roles", *_COLUMNS.values()):
+            table.add_column(title, no_wrap=True)
+        for (worker, roles), values in sorted(workers.items()):
+            table.add_row(worker, roles, *(_cell(name, values.get(name, 0.0)) for name in _COLUMNS))
+        tables.append(table)
+        table = Table("queue and transfers", "")
+        for name, title in _ROWS.items():
+            table.add_row(title, _cell(name, queue.get(name, 0.0)))
+        tables.append(table)
+    return tables
+
+
+_Workers = dict[tuple[str, str], dict[str, float]]
+
+
+def _values(metrics: str) -> dict[str, tuple[_Workers, dict[str, float]]]:
+    """Return the values of each model: by worker and roles, and those of the queue."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    models: dict[str, tuple[_Workers, dict[str, float]]] = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            labels = sample.labels
+            name = sample.name
+            if not name.startswith((_WORKER, _CLUSTER)):
+                continue
+            model = f"{labels['model']} (version {labels['version']})"
+            workers, queue = models.setdefault(model, (defaultdict(dict), {}))
+            if name.startswith(_WORKER):
+                workers[labels["worker"], labels["roles"]][name.removeprefix(_WORKER)] = sample.value
+            else:
+                queue[name.removeprefix(_CLUSTER)] = sample.value
+    return models
+
+
+def _cell(name: str, value: float) -> str:
+    if name == "kv_cache_usage":
+        return f"{value:.0%}"
+    if name == "inter_token_seconds":
+        return f"{value * 1000:.1f}"
+    return f"{value:.2f}" if name.startswith("queue_") else f"{value:.0f}"

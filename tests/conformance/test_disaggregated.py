@@ -1,0 +1,149 @@
+"""Prefill and decode on different workers, in real processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+from eventually import wait_until
+from openai import OpenAI
+from server_process import ServerProcess
+
+import neso
+
+pytestmark = pytest.mark.slow
+
+MODEL = "neso-pilot"
+LENGTH = 150
+GREEDY = {"temperature": 0.0}
+SEEDED = {"temperature": 1.0, "seed": 7}
+
+
+def prompts(topic: str) -> list[str]:
+    """Return long prompts whose beginnings differ, so that no worker has a part of them in its cache."""
+    return [
+        f"{number} {topic}. " + "Servers have queues, and workers pull from them. " * 30
+        for number in range(4)
+    ]
+
+
+class Cluster:
+    def __init__(self, *options: str) -> None:
+        self.server = ServerProcess(
+            MODEL, *options, "--engine-config=num_blocks=512", "--engine-config=heartbeat_timeout=6"
+        )
+        assert self.server.ports, self.server.output
+        self.client = OpenAI(base_url=self.server.url("/v1", "openai"), api_key="unused", max_retries=0)
+        self.llm = neso.LLM(MODEL, num_blocks=512)
+
+    def count(self, name: str) -> float:
+        return self.server.gauge(f"neso_cluster_{name}")
+
+    def worker(self, name: str) -> psutil.Process:
+        children = psutil.Process(self.server.process.pid).children()
+        (found,) = (child for child in children if f'"name":"{name}"' in child.cmdline()[-1])
+        return found
+
+    def stream(self, prompt: str, sampling: dict[str, Any], started: Any = None) -> str:
+        """Return the text of a streamed completion; `started` is called after a few pieces."""
+        stream = self.client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=LENGTH,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            **sampling,
+        )
+        text = ""
+        for number, piece in enumerate(stream):
+            text += piece.choices[0].text if piece.choices else ""
+            if number == 5 and started is not None:
+                started()
+        return text
+
+    def texts(self, prompts: list[str], sampling: dict[str, Any], started: Any = None) -> list[str]:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda prompt: self.stream(prompt, sampling, started), prompts))
+
+    def expected(self, prompts: list[str], sampling: dict[str, Any]) -> list[str]:
+        params = neso.SamplingParams(max_tokens=LENGTH, ignore_eos=True, **sampling)
+        return [result.outputs[0].text for result in self.llm.generate(prompts, params, progress=False)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster("--prefill-workers=1", "--decode-workers=2", "--min-remote-prefill=64")
+    with cluster.server:
+        yield cluster
+
+
+@pytest.mark.parametrize("topic, sampling", [("greedy", GREEDY), ("seeded", SEEDED)])
+def test_texts_equal_those_of_one_engine(cluster: Cluster, topic: str, sampling: dict[str, Any]):
+    before, imported = cluster.count("remote_prefills_total"), cluster.count("imported_tokens_total")
+    assert cluster.texts(prompts(topic), sampling) == cluster.expected(prompts(topic), sampling)
+    assert cluster.count("remote_prefills_total") == before + 4
+    assert cluster.count("imported_tokens_total") > imported
+    assert cluster.server.gauge("neso_worker_exported_prompts") == 0
+
+
+def test_several_outputs_of_a_transferred_prompt(cluster: Cluster):
+    before = cluster.count("remote_prefills_total")
+    prompt = prompts("several")[0]
+    reply = cluster.client.completions.create(
+        model=MODEL, prompt=prompt, n=2, max_tokens=20, extra_body={"ignore_eos": True}, **SEEDED
+    )
+    params = neso.SamplingParams(max_tokens=20, ignore_eos=True, n=2, **SEEDED)
+    (expected,) = cluster.llm.generate([prompt], params, progress=False)
+    assert [choice.text for choice in reply.choices] == [output.text for output in expected.outputs]
+    assert cluster.count("remote_prefills_total") == before + 1
+
+
+def test_short_prompt_stays_on_the_decode_worker(cluster: Cluster):
+    before = cluster.count("remote_prefills_total")
+    cluster.stream("What is TTFT?", GREEDY)
+    assert cluster.count("remote_prefills_total") == before
+
+
+@pytest.mark.parametrize(
+    "victim, number",
+    [("decode-1", signal.SIGKILL), ("decode-2", signal.SIGSTOP), ("prefill-0", signal.SIGKILL)],
+)
+def test_streams_survive_lost_workers(cluster: Cluster, victim: str, number: int):
+    wait_until(lambda: cluster.count("workers") == 3)
+    restarts = cluster.server.gauge("neso_process_restarts_total")
+    process, signalled = cluster.worker(victim), []
+
+    def lose_worker() -> None:
+        if not signalled:
+            signalled.append(victim)
+            process.send_signal(number)
+
+    texts = prompts(f"lost {victim}")
+    assert cluster.texts(texts, GREEDY, lose_worker) == cluster.expected(texts, GREEDY)
+    wait_until(lambda: cluster.server.gauge("neso_process_restarts_total") > restarts)
+    wait_until(lambda: cluster.count("workers") == 3)
+    assert cluster.count("failed_requests_total") == 0
+    wait_until(lambda: cluster.server.gauge("neso_worker_exported_prompts") == 0)
+
+
+def test_prefill_worker_that_hangs_while_it_computes(cluster: Cluster):
+    wait_until(lambda: cluster.count("workers") == 3)
+    cluster.worker("prefill-0").send_signal(signal.SIGSTOP)
+    texts = prompts("hangs")
+    assert cluster.texts(texts, GREEDY) == cluster.expected(texts, GREEDY)
+    wait_until(lambda: cluster.count("workers") == 3)
+
+
+def test_cache_accounting_is_intact_afterwards(cluster: Cluster):
+    wait_until(lambda: cluster.server.gauge("vllm:num_requests_running") == 0)
+    wait_until(lambda: cluster.server.gauge("vllm:kv_cache_usage_perc") == 0)
+
+
+def test_prefill_workers_alone_are_refused():
+    with ServerProcess(MODEL, "--prefill-workers=1") as server:
+        assert server.process.wait(60) == 1
+        assert "prefill_workers need decode_workers" in server.output
