@@ -52,14 +52,17 @@ class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
 
 
 class ExtendLease(msgspec.Struct, frozen=True, tag="extend_lease"):
-    """Keep the blocks of a `KvExport` for `lease_seconds` from now on; ignored if the lease has ended."""
+    """Keep the blocks of a `KvExport` for `lease_seconds` from now on.
+
+    Ignored before the lease begins, when all blocks are computed, and after it has ended.
+    """
 
     transfer_id: str
     lease_seconds: float
 
 
 class ReleaseLease(msgspec.Struct, frozen=True, tag="release_lease"):
-    """Free the blocks of a `KvExport`; ignored if the lease has ended. Its request is aborted if it still runs."""
+    """Free the blocks of a `KvExport`, or once they are computed; ignored if the lease has ended."""
 
     transfer_id: str
 

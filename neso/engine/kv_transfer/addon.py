@@ -59,6 +59,7 @@ class KvTransfer(Addon):
     def __init__(self) -> None:
         self._kv: KVCacheManager | None = None
         self._imports: list[_Import] = []
+        self._num_fetching = 0
         self._stats = KvTransferStats()
         self._exports = ExportTable()
         self._wake: Callable[[], None] = lambda: None
@@ -229,14 +230,11 @@ class KvTransfer(Addon):
         return one.ready
 
     def _begin(self, one: _Import, scheduler: Scheduler) -> None:
+        """Reserve the blocks and begin a transfer; without free blocks, try again in the next step."""
         sequence, kv = one.sequence, scheduler.kv
-        adapter = sequence.adapter_digest()
-        if time.monotonic() >= one.deadline:
-            self._fall_back(one, "the engine had no free blocks for the transfer in time")
+        if sequence.adapter_digest() is None or self._num_fetching >= MAX_IMPORTS:
+            self._fall_back_in_time(one)
             return
-        active = sum(other.fetch is not None for other in self._imports)
-        if adapter is None or active >= MAX_IMPORTS:
-            return  # try again in the next step
         size = kv.block_size
         tokens = list(sequence.cache_tokens)
         found = kv.prefix_cache.match(sequence.cache_identity, tokens)
@@ -249,6 +247,7 @@ class KvTransfer(Addon):
         reserved = scheduler.reserve(missing)
         if reserved is None:
             kv.drop(held)
+            self._fall_back_in_time(one)
             return
         one.found, one.hold = found, kv.merge(held, reserved)
         one.fetch = Fetch(
@@ -259,6 +258,7 @@ class KvTransfer(Addon):
             targets=reserved.blocks,
             deadline=one.deadline,
         )
+        self._num_fetching += 1
         self._threads.submit(self._fetch, one.fetch)
 
     def _release_remote(self, source: KvImport) -> None:
@@ -271,6 +271,7 @@ class KvTransfer(Addon):
 
     def _end(self, one: _Import, fetch: Fetch, kv: KVCacheManager) -> None:
         assert one.hold is not None and one.found is not None
+        self._num_fetching -= 1
         sequence, size = one.sequence, kv.block_size
         parent = one.found[-1].node if one.found else sequence.cache_identity
         end = fetch.first + fetch.num_blocks
@@ -287,6 +288,12 @@ class KvTransfer(Addon):
         else:
             self._stats.imports += not fetch.error
         one.ready = True
+
+    def _fall_back_in_time(self, one: _Import) -> None:
+        if time.monotonic() >= one.deadline:
+            self._fall_back(
+                one, "the transfer could not begin in time: no free blocks, or too many transfers"
+            )
 
     def _fall_back(self, one: _Import, reason: str) -> None:
         """Let the request compute what is missing."""

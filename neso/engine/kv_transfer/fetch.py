@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -41,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Reply)
 
+ANSWER_SECONDS = 10.0
+"""Time after which an engine that does not answer is given up. It answers within `POLL_SECONDS` if it is well."""
+_CANCEL_SECONDS = 0.1
+"""Time within which a reader that waits for an answer notices that its request was aborted."""
 _RELEASE_SECONDS = 1.0
 """Time that a reader waits for the answer to `Release`."""
 
@@ -128,14 +133,24 @@ class MessageReader:
 
 
 class Connection:
-    """A connection to a KV server; used by one thread. Every question waits until `deadline` at most."""
+    """A connection to a KV server; used by one thread.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, deadline: float) -> None:
+    A question waits for `ANSWER_SECONDS` at most, until `deadline`, or until `is_cancelled` returns True.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        deadline: float,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
         try:
             endpoint, self.token = KvAddress.parse(address)
         except ValueError as error:
             raise TransferError(f"the address {error}") from None
         self.deadline = deadline
+        self._is_cancelled = is_cancelled
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
@@ -157,9 +172,12 @@ class Connection:
 
     def _ask(self, query: Query, kind: type[R]) -> tuple[R | Ended, list[zmq.Frame]]:
         self._socket.send(encoder.encode(query))
-        left = self.deadline - time.monotonic()
-        if left <= 0 or not self._socket.poll(max(1, int(left * 1000))):
-            raise TransferError("the other engine did not answer in time")
+        end = min(self.deadline, time.monotonic() + ANSWER_SECONDS)
+        while not self._socket.poll(max(0, int(1000 * min(_CANCEL_SECONDS, end - time.monotonic())))):
+            if self._is_cancelled():
+                raise TransferError("the request was aborted")
+            if time.monotonic() >= end:
+                raise TransferError("the other engine did not answer in time")
         frames = self._socket.recv_multipart(copy=False)
         try:
             reply = reply_decoder.decode(frames[0].buffer)
@@ -190,7 +208,7 @@ class Fetcher:
     def run(self, fetch: Fetch) -> None:
         """Fetch blocks; the result is in `fetch`. Never raises."""
         try:
-            connection = Connection(self._context, fetch.address, fetch.deadline)
+            connection = Connection(self._context, fetch.address, fetch.deadline, lambda: fetch.cancelled)
             try:
                 self._run(fetch, connection)
                 fetch.done.set()
