@@ -1,7 +1,9 @@
 """Bytes per second of KV transfers between two processes, against a plain copy of as many bytes.
 
 One process owns a KV cache and its KV server, the other one fetches blocks from it: through shared memory, and over a
-local and a TCP connection. Each figure is the best of several rounds, because other processes only slow a copy.
+local and a TCP connection. "same pages" is a copy between two caches in one process, whose pages are small if the system
+has no huge pages for shared memory (transparent_hugepage/shmem_enabled). Each figure is the best of several rounds,
+because other processes only slow a copy.
 
 usage: python bench/kv_transfer.py [--megabytes 256] [--rounds 5]
 """
@@ -87,7 +89,8 @@ def main() -> None:
     process.start()
     addresses = dict(ours.recv() for _ in ADDRESSES)
     own = SharedCache.create(CacheShape(LAYERS, num_blocks, LAYER_BYTES))
-    own.blocks[:] = 1  # the system allocates the memory
+    another = SharedCache.create(own.shape)
+    own.blocks[:] = another.blocks[:] = 1  # the system allocates the memory
     source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
     local, remote = (Fetcher(own, cache_format(), allow_shared_memory=shared) for shared in (True, False))
     ways = {
@@ -95,21 +98,24 @@ def main() -> None:
         "ipc messages": (remote, "ipc", arguments.rounds),
         "TCP messages": (remote, "tcp", 0),
     }
-    copies: list[float] = []
+    plain = {"memcpy": (target, source), "same pages": (own.blocks, another.blocks)}
+    copies: dict[str, list[float]] = {name: [] for name in plain}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(arguments.rounds):
-        started = time.perf_counter()
-        target[:] = source
-        copies.append(time.perf_counter() - started)
+        for name, (to, origin) in plain.items():
+            started = time.perf_counter()
+            to[:] = origin
+            copies[name].append(time.perf_counter() - started)
         for name, (fetcher, kind, first) in ways.items():
             times[name].append(fetch(fetcher, num_blocks, addresses[kind], first + number))
     ours.send("end")
     process.join()
-    copy = min(copies)
+    copy = min(copies["memcpy"])
     print(f"{num_bytes / 2**20:.0f} MiB in {num_blocks} blocks of {LAYERS} x {LAYER_BYTES} bytes")
-    print(f"{'memcpy':14} {num_bytes / copy / 1e9:6.2f} GB/s {copy * 1e3:8.2f} ms")
-    for name, values in times.items():
-        whole, copied = (min(column) for column in zip(*values, strict=True))
+    for name, values in copies.items():
+        print(f"{name:14} {num_bytes / min(values) / 1e9:6.2f} GB/s {min(values) * 1e3:8.2f} ms")
+    for name, pairs in times.items():
+        whole, copied = (min(column) for column in zip(*pairs, strict=True))
         print(
             f"{name:14} {num_bytes / copied / 1e9:6.2f} GB/s {copied * 1e3:8.2f} ms, {copy / copied:.0%} of memcpy; "
             f"with messages {whole * 1e3:.2f} ms"
