@@ -1,9 +1,9 @@
 """Bytes per second of KV transfers between two processes, against a plain copy of as many bytes.
 
 One process owns a KV cache and its KV server, the other one fetches blocks from it: through shared memory, and over a
-local and a TCP connection. "same pages" is a copy between two caches in one process, whose pages are small if the system
-has no huge pages for shared memory (transparent_hugepage/shmem_enabled). Each figure is the best of several rounds,
-because other processes only slow a copy.
+local and a TCP connection. "same pages" is a copy between two caches in one process, whose pages are small if
+the system has no huge pages for shared memory (transparent_hugepage/shmem_enabled). Each figure is the
+best of several rounds, because other processes only slow a copy.
 
 usage: python bench/kv_transfer.py [--megabytes 256] [--rounds 5]
 """
