@@ -99,7 +99,8 @@ def test_two_nodes_serve_one_model_and_stop(cluster: SlurmCluster, tmp_path: Pat
     job = Job(cluster, tmp_path)
     job.wait_until_ready()
     assert job.answer() == " TTFT is the time to first token:"
-    assert sorted(job.steps()) == ["rank 0 of 2", "rank 1 of 2"]
+    # On a busy machine Slurm 22.05 sometimes misreads long values of PMI-2; the script then starts the ranks again.
+    assert set(job.steps()) == {"rank 0 of 2", "rank 1 of 2"}
     cluster.call("scancel", "--batch", "--signal=TERM", str(job.number))
     wait_until(lambda: cluster.state(job.number) not in ("RUNNING", "COMPLETING"))
     assert "stopping" in job.text
