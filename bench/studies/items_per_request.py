@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,35 +60,42 @@ def main() -> None:
     with served(arguments.model) as server:
         url = f"localhost:{server.ports['openai']}"
         for kind in arguments.kinds:
-            found = {
-                concurrency: study(kind, url, arguments, concurrency) for concurrency in arguments.concurrency
-            }
+            found = study(kind, url, arguments)
             show(kind, arguments.items, found)
             if arguments.plots:
                 plot(kind, arguments, found)
 
 
-def study(kind: str, url: str, arguments: argparse.Namespace, concurrency: int) -> list[Figures]:
-    """Return the figures of each number of items."""
-    rounds: list[list[Figures]] = []
-    for _ in range(arguments.rounds):
-        runs = [run(kind, url, arguments, concurrency, items) for items in arguments.items]
-        rates = [
-            one.summaries["request_throughput"].avg * items
-            for one, items in zip(runs, arguments.items, strict=True)
+def study(kind: str, url: str, arguments: argparse.Namespace) -> dict[int, list[Figures]]:
+    """Return the figures of each number of items, by concurrency."""
+    found: dict[int, list[list[Figures]]] = {concurrency: [] for concurrency in arguments.concurrency}
+    with ExitStack() as stack:
+        generators = [stack.enter_context(generator(kind, url, arguments, n)) for n in arguments.items]
+        for _ in range(arguments.rounds):
+            for concurrency in arguments.concurrency:
+                runs = [run(one, concurrency, arguments.seconds) for one in generators]
+                rates = [
+                    one.summaries["request_throughput"].avg * items
+                    for one, items in zip(runs, arguments.items, strict=True)
+                ]
+                latencies = [one.summaries["request_latency"].percentiles[50] for one in runs]
+                base = rates[0] / arguments.items[0]
+                found[concurrency].append(
+                    [Figures(rate / base, latency) for rate, latency in zip(rates, latencies, strict=True)]
+                )
+                print(f"{kind}, {concurrency} in flight: {rates[0]:.1f} items/s", file=sys.stderr, flush=True)
+    return {
+        concurrency: [
+            Figures(
+                *(statistics.median(getattr(one, name) for one in column) for name in ("rate", "latency_ms"))
+            )
+            for column in zip(*rounds, strict=True)
         ]
-        latencies = [one.summaries["request_latency"].percentiles[50] for one in runs]
-        base = rates[0] / arguments.items[0]
-        print(f"{kind}, concurrency {concurrency}: {rates[0]:.1f} items/s", file=sys.stderr, flush=True)
-        rounds.append([Figures(rate / base, latency) for rate, latency in zip(rates, latencies, strict=True)])
-    return [
-        Figures(statistics.median(f.rate for f in column), statistics.median(f.latency_ms for f in column))
-        for column in zip(*rounds, strict=True)
-    ]
+        for concurrency, rounds in found.items()
+    }
 
 
-def run(kind: str, url: str, arguments: argparse.Namespace, concurrency: int, items: int) -> Measurement:
-    """Measure one number of items, after a warm-up. Raises `RuntimeError` if a request fails."""
+def generator(kind: str, url: str, arguments: argparse.Namespace, items: int) -> LoadGenerator:
     endpoint_type = KINDS[kind][0]
     name = arguments.model.rstrip("/").rsplit("/", 1)[-1]
     options = EndpointOptions(models=(name,), urls=(url,), endpoint_type=endpoint_type)
@@ -100,13 +108,17 @@ def run(kind: str, url: str, arguments: argparse.Namespace, concurrency: int, it
         rankings_query_tokens_mean=arguments.tokens // 4,
         num_entries=16,
     )
-    plan = LoadPlan(concurrency=concurrency, seconds=arguments.seconds)
-    with LoadGenerator(options, open_source(inputs, endpoint_type, options.models)) as generator:
-        measured = Measurement(
-            generator.run(plan, warm_up=LoadPlan(concurrency=concurrency, requests=2 * concurrency))
-        )
+    return LoadGenerator(options, open_source(inputs, endpoint_type, options.models))
+
+
+def run(generator: LoadGenerator, concurrency: int, seconds: float) -> Measurement:
+    """Measure one number of items, after a warm-up. Raises `RuntimeError` if a request fails."""
+    plan = LoadPlan(concurrency=concurrency, seconds=seconds)
+    measured = Measurement(
+        generator.run(plan, warm_up=LoadPlan(concurrency=concurrency, requests=concurrency))
+    )
     if measured.errors:
-        raise RuntimeError(f"{kind}: {measured.errors}")
+        raise RuntimeError(str(measured.errors))
     return measured
 
 

@@ -13,6 +13,8 @@ from neso.perf.measurement import Measurement
 from neso.perf.metrics import METRICS
 from neso.perf.records import Records
 
+_ROWS = 4096
+"""Number of elements of an array that become Python objects at once."""
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -22,30 +24,30 @@ def write_jsonl(measurement: Measurement, path: Path) -> None:
     metrics = _metrics(measurement)
     with path.open("wb") as file:
         for ok, metadata, error in zip(
-            records.ok.tolist(), _metadata(records), _errors(records), strict=True
+            _elements(records.ok), _metadata(records), _errors(records), strict=True
         ):
             line = {"metadata": metadata, "metrics": next(metrics) if ok else {}, "error": error}
             file.write(orjson.dumps(line, option=_OPTIONS))
 
 
 def _metadata(records: Records) -> Iterator[dict[str, Any]]:
-    """Yield the metadata of each request. Whole columns become lists first: single elements of arrays are slow."""
+    """Yield the metadata of each request."""
     columns, strings, offset = records.columns, records.strings, records.epoch_offset_ns
     start_ns, first_byte_ns = columns["start_ns"], columns["first_byte_ns"]
     rows = zip(
-        columns["number"].tolist(),
+        _elements(columns["number"]),
         strings["session"],
-        columns["turn"].tolist(),
+        _elements(columns["turn"]),
         strings["model"],
         strings["adapter"],
-        columns["index"].tolist(),
-        (columns["intended_ns"] + offset).tolist(),
-        np.where(start_ns > 0, start_ns + offset, 0).tolist(),
-        np.where(first_byte_ns > 0, first_byte_ns + offset, 0).tolist(),
-        (columns["end_ns"] + offset).tolist(),
-        columns["worker"].tolist(),
-        columns["warm_up"].tolist(),
-        columns["cancelled"].tolist(),
+        _elements(columns["index"]),
+        _elements(columns["intended_ns"] + offset),
+        _elements(np.where(start_ns > 0, start_ns + offset, 0)),
+        _elements(np.where(first_byte_ns > 0, first_byte_ns + offset, 0)),
+        _elements(columns["end_ns"] + offset),
+        _elements(columns["worker"]),
+        _elements(columns["warm_up"]),
+        _elements(columns["cancelled"]),
         strict=True,
     )
     for (
@@ -83,18 +85,17 @@ def _metadata(records: Records) -> Iterator[dict[str, Any]]:
 def _metrics(measurement: Measurement) -> Iterator[dict[str, Any]]:
     """Yield the metrics of each complete response."""
     found = [
-        (metric.name, metric.unit, measurement.values[metric.name].tolist())
+        (metric.name, metric.unit, _elements(measurement.values[metric.name]))
         for metric in METRICS
         if metric.name in measurement.values
     ]
     gaps = measurement.gaps if measurement.streaming else np.zeros(0)
-    ends = np.cumsum(np.maximum(measurement.num_events - 1, 0)).astype(np.int64).tolist()
     start = 0
-    for row, end in enumerate(ends):
+    for end in _elements(np.cumsum(np.maximum(measurement.num_events - 1, 0)).astype(np.int64)):
         metrics: dict[str, Any] = {
             name: {"value": value, "unit": unit}
             for name, unit, values in found
-            if (value := values[row]) == value  # not NaN: the request has no such value
+            if (value := next(values)) == value  # not NaN: the request has no such value
         }
         if len(request_gaps := gaps[start:end]):
             metrics["inter_chunk_latency"] = {"value": request_gaps, "unit": "ms"}
@@ -105,6 +106,12 @@ def _metrics(measurement: Measurement) -> Iterator[dict[str, Any]]:
 def _errors(records: Records) -> Iterator[dict[str, Any] | None]:
     strings = records.strings
     for kind, message, status in zip(
-        strings["error_kind"], strings["error_message"], records.columns["status"].tolist(), strict=True
+        strings["error_kind"], strings["error_message"], _elements(records.columns["status"]), strict=True
     ):
         yield {"type": kind, "code": status or None, "message": message} if kind else None
+
+
+def _elements(array: np.ndarray) -> Iterator[Any]:
+    """Yield the elements as Python objects: `tolist` of many is much faster than indexing, and of all takes memory."""
+    for start in range(0, len(array), _ROWS):
+        yield from array[start : start + _ROWS].tolist()
