@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from neso_server import served
 from smoke import parse_arguments
@@ -90,12 +91,13 @@ def run_load(
     *,
     words: list[str] | None = None,
     endpoint_type: str = "completions",
+    temperature: float = 0.0,
 ) -> LoadResult:
     """Send all requests, `concurrency` at a time; with `words`, prompts are text.
 
     Raises `RuntimeError` if a request fails.
     """
-    extra = {"temperature": 0, "ignore_eos": True}
+    extra: dict[str, Any] = {"temperature": temperature, "ignore_eos": True}
     if endpoint_type == "generate":
         extra["return_num_output_tokens"] = True
     requests = [

@@ -64,7 +64,9 @@ def main() -> None:
             url = f"localhost:{server.ports['http']}"
             base = EndpointOptions(models=("base",), urls=(url,), endpoint_type="completions", streaming=True)
             ratios = []
-            for number in arguments.adapters:
+            for seed, number in enumerate(arguments.adapters):
+                # Other prompts for each pair: the base model would have those of the pair before in its prefix cache.
+                inputs = replace(inputs, random_seed=seed)
                 without = measure(base, inputs, plan)
                 adapted = measure(replace(base, adapters=tuple(names[:number])), inputs, plan)
                 ratio = ratio_of([without], [adapted], name, "avg")

@@ -78,18 +78,23 @@ def starters(model: Path, arguments: argparse.Namespace, folder: Path) -> dict[s
     return found
 
 
+def load(server: RunningServer, work: Workload, words: list[str]) -> LoadResult:
+    """Run a load with sampled tokens: the likeliest token of random weights may have no text."""
+    return run_load(server.url, server.model, work, words=words, temperature=1.0)
+
+
 def measure(start: Start, arguments: argparse.Namespace, words: list[str], seed: int) -> list[LoadResult]:
     """Start a server and run each concurrency, after a warm-up."""
     results = []
     with start() as server:
-        run_load(server.url, server.model, Workload(arguments.isl, 8, 2, 4, seed=999), words=words)
+        load(server, Workload(arguments.isl, arguments.osl, 2, 4, seed=999), words)
         for concurrency in arguments.concurrency:
             requests = max(3, 2 * concurrency)
             # Other prompts in each run: no part of them is in a prefix cache.
             work = Workload(
                 arguments.isl, arguments.osl, concurrency, requests, seed=1000 * seed + concurrency
             )
-            results.append(run_load(server.url, server.model, work, words=words))
+            results.append(load(server, work, words))
             print(f"{server.name:8} {concurrency:3} {results[-1]}", file=sys.stderr, flush=True)
     return results
 
