@@ -7,55 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from echo_models import DECOUPLED_CODE, DECOUPLED_RESPONSES, MODELS, write_models
 from perf_tools import run, tool
 from server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 
 REQUESTS = 40
-DECOUPLED_RESPONSES = 3
-MODELS = {
-    "fixed": ("FP32", "4, 8", ""),
-    "variable": ("FP16", "-1, 8", "max_batch_size: 8 dynamic_batching {}"),
-    "strings": ("STRING", "1", "max_batch_size: 4"),
-    "decoupled": ("INT32", "1", "model_transaction_policy { decoupled: true }"),
-}
-"""Data type and shape of the input X and output Y, and further configuration."""
-CODE = """
-import triton_python_backend_utils as pb_utils
-
-
-def echo(request):
-    values = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
-    return pb_utils.InferenceResponse([pb_utils.Tensor("Y", values)])
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [echo(request) for request in requests]
-"""
-DECOUPLED_CODE = f"""
-    def execute(self, requests):
-        for request in requests:
-            sender = request.get_response_sender()
-            for _ in range({DECOUPLED_RESPONSES}):
-                sender.send(echo(request))
-            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-"""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     tool("perf_analyzer")
     repository = tmp_path_factory.mktemp("repository")
-    for name, (datatype, dims, others) in MODELS.items():
-        folder = repository / name / "1"
-        folder.mkdir(parents=True)
-        tensor = f"data_type: TYPE_{datatype} dims: [{dims}]"
-        (folder.parent / "config.pbtxt").write_text(
-            f'backend: "python" input {{ name: "X" {tensor} }} output {{ name: "Y" {tensor} }} {others}'
-        )
-        (folder / "model.py").write_text(CODE + (DECOUPLED_CODE if name == "decoupled" else ""))
+    write_models(repository, MODELS, {"decoupled": DECOUPLED_CODE})
     with ServerProcess("--model-repository", repository, "--allow-client-shm", "true") as process:
         assert process.ports, process.output
         yield process

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from echo_models import DECOUPLED_CODE, MODELS, write_models
 from eventually import wait_until
 from perf_command import REQUESTS, perf, requests_of
 from server_process import ServerProcess
@@ -17,41 +18,14 @@ from checkpoints import make_encoder, make_llava
 
 pytestmark = pytest.mark.slow
 
-MODELS = {
-    "fixed": ("FP32", "4, 8", ""),
-    "batched": ("INT32", "-1", "max_batch_size: 8 dynamic_batching {}"),
-    "strings": ("STRING", "1", "max_batch_size: 4"),
-    "decoupled": ("INT32", "1", "model_transaction_policy { decoupled: true }"),
-    "sequence": (
-        "INT32",
-        "1",
-        "sequence_batching { control_input { name: 'START' control { kind: CONTROL_SEQUENCE_START "
-        "int32_false_true: [0, 1] } } control_input { name: 'END' control { kind: CONTROL_SEQUENCE_END "
-        "int32_false_true: [0, 1] } } }",
-    ),
-}
-"""Data type and shape of the input X and output Y, and further configuration."""
-CODE = """
-import triton_python_backend_utils as pb_utils
-
-
-def echo(request):
-    values = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
-    return pb_utils.InferenceResponse([pb_utils.Tensor("Y", values)])
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [echo(request) for request in requests]
-"""
-DECOUPLED_CODE = """
-    def execute(self, requests):
-        for request in requests:
-            sender = request.get_response_sender()
-            for _ in range(3):
-                sender.send(echo(request))
-            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-"""
+SEQUENCES = (
+    "INT32",
+    "1",
+    "sequence_batching { control_input { name: 'START' control { kind: CONTROL_SEQUENCE_START "
+    "int32_false_true: [0, 1] } } control_input { name: 'END' control { kind: CONTROL_SEQUENCE_END "
+    "int32_false_true: [0, 1] } } }",
+)
+"""A model as in `MODELS`."""
 SEQUENCE_CODE = """
     def execute(self, requests):
         responses = []
@@ -61,20 +35,13 @@ SEQUENCE_CODE = """
             responses.append(echo(request))
         return responses
 """
-CODES = {"decoupled": CODE + DECOUPLED_CODE, "sequence": CODE + SEQUENCE_CODE}
 
 
 @pytest.fixture(scope="module")
 def tensors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("repository")
-    for name, (datatype, dims, others) in MODELS.items():
-        folder = repository / name / "1"
-        folder.mkdir(parents=True)
-        tensor = f"data_type: TYPE_{datatype} dims: [{dims}]"
-        (folder.parent / "config.pbtxt").write_text(
-            f'backend: "python" input {{ name: "X" {tensor} }} output {{ name: "Y" {tensor} }} {others}'
-        )
-        (folder / "model.py").write_text(CODES.get(name, CODE))
+    methods = {"decoupled": DECOUPLED_CODE, "sequence": SEQUENCE_CODE}
+    write_models(repository, {**MODELS, "sequence": SEQUENCES}, methods)
     with ServerProcess("--model-repository", repository, "--allow-client-shm", "true") as process:
         assert process.ports, process.output
         yield process
@@ -102,10 +69,10 @@ PROTOCOLS = pytest.mark.parametrize(("endpoint", "protocol"), [("kserve_http", "
     ("model", "memory", "options"),
     [
         ("fixed", "system", []),
-        ("batched", "none", ["--shape", "X:5", "-b", "4"]),
+        ("variable", "none", ["--shape", "X:5,8", "-b", "4"]),
         ("strings", "system", ["-b", "2", "--string-length", "200"]),
     ],
-    ids=["fixed", "batched", "strings"],
+    ids=["fixed", "variable", "strings"],
 )
 def test_tensor_models(tensors, tmp_path, endpoint, protocol, model, memory, options):
     before = tensors.gauge("nv_inference_request_success")
