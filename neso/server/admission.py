@@ -97,14 +97,16 @@ class Admission:
         """Number of clients with requests in flight."""
         return len(self.clients)
 
-    def check(self, name: str, sequences: int) -> None:
-        """Check whether a request of the client `name` fits, before its parts are admitted one by one.
+    def reserve(self, sequences: int) -> None:
+        """Count the current request before its parts are admitted one by one; they then take from `RESERVATION`.
 
-        Raises `InvalidArgument`, `Overloaded`.
+        Otherwise many such requests would be begun at the same time, and none could be completed. Raises
+        `InvalidArgument`, `Overloaded`.
         """
         self.check_request(sequences)
-        if name:
-            self._check(self.clients.get(name) or _Client(name), sequences, 0)
+        reservation, name = RESERVATION.get(), CLIENT.get()
+        if reservation is not None and name:
+            reservation.ticket = self.admit(name, sequences, 0)
 
     def check_request(self, sequences: int) -> None:
         """Check the number of sequences of one request. Raises `InvalidArgument`."""
@@ -202,14 +204,48 @@ class Ticket:
 
     def release(self) -> None:
         """Return the part of the request. Idempotent."""
-        sequences, self.sequences = self.sequences, 0
-        if sequences:
-            admission, client = self._admission, self.client
-            if admission.shared is not None:
-                admission._publish(client.name, -sequences, -self.input_bytes)
-            admission.sequences -= sequences
-            admission.input_bytes -= self.input_bytes
-            client.sequences -= sequences
-            client.input_bytes -= self.input_bytes
-            if not client.sequences:
-                del admission.clients[client.name]
+        if self.sequences:
+            self._give_back(self.sequences, self.input_bytes)
+
+    def shrink(self, sequences: int) -> None:
+        """Return some of the sequences, all of them if there are fewer."""
+        if sequences < self.sequences:
+            self._give_back(sequences, 0)
+        else:
+            self.release()
+
+    def _give_back(self, sequences: int, input_bytes: int) -> None:
+        admission, client = self._admission, self.client
+        if admission.shared is not None:
+            admission._publish(client.name, -sequences, -input_bytes)
+        self.sequences -= sequences
+        self.input_bytes -= input_bytes
+        admission.sequences -= sequences
+        admission.input_bytes -= input_bytes
+        client.sequences -= sequences
+        client.input_bytes -= input_bytes
+        if not client.sequences:
+            del admission.clients[client.name]
+
+
+class Reservation:
+    """Sequences of a request that are counted before its parts are. `ticket`: None if there are none."""
+
+    __slots__ = ("ticket",)
+
+    def __init__(self) -> None:
+        self.ticket: Ticket | None = None
+
+    def take(self, sequences: int) -> None:
+        """Return the sequences of a part, which is about to be admitted."""
+        if self.ticket is not None:
+            self.ticket.shrink(sequences)
+
+    def release(self) -> None:
+        """Return what no part has taken. Idempotent."""
+        if self.ticket is not None:
+            self.ticket.release()
+
+
+RESERVATION: ContextVar[Reservation | None] = ContextVar("reservation", default=None)
+"""Reservation of the current request, if its parts are submitted separately."""

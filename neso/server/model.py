@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from neso.generation import GenerationOutput, GenerationRequest, InvalidParameter, PooledOutput
-from neso.server.admission import CLIENT, Admission
+from neso.server.admission import CLIENT, RESERVATION, Admission
 from neso.server.backend import Backend, ModelContext, TextFields
 from neso.server.backlog import Backlog
 from neso.server.errors import (
@@ -199,6 +199,8 @@ class Model:
         else:
             batch_size, sequences = 1, self._check_payload(payload)
         client = CLIENT.get() if request.client is None else request.client
+        if (reservation := RESERVATION.get()) is not None and client:
+            reservation.take(sequences)
         try:
             ticket = self.admission.admit(client, sequences, request.input_bytes) if client else None
         except Overloaded:

@@ -42,9 +42,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]
     repository = tmp_path_factory.mktemp("repository")
     write_python_model(repository, "slow", CONFIG, SLOW)
     write_python_model(repository, "slow_process", CONFIG + OWN_PROCESS, SLOW)
-    (repository / "pilot" / "1").mkdir(parents=True)
-    (repository / "pilot" / "config.pbtxt").write_text('backend: "llm"')
-    (repository / "pilot" / "1" / "model.json").write_text('{"model": "neso-pilot", "num_blocks": 1024}')
+    for name, backend in (("pilot", "llm"), ("embedder", "embedding")):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(f'backend: "{backend}"')
+        (repository / name / "1" / "model.json").write_text('{"model": "neso-pilot", "num_blocks": 1024}')
     with AttackedServer("--max-inflight-input-bytes=100000000", repository=repository) as server:
         yield server
 
@@ -91,6 +92,34 @@ def test_flood_of_sequences(server: AttackedServer) -> None:
     report.check(limit_mib=64)
     assert statuses[429, "1"] > 10
     assert others and {status for status, _ in others} == {200}
+
+
+def test_flood_of_embeddings(server: AttackedServer) -> None:
+    """Requests with 512 texts, of which a client may have eight in flight: those are completed."""
+    statuses: Counter[int] = Counter()
+    body = orjson.dumps({"model": "embedder", "input": ["one two three"] * 512})
+
+    def send() -> None:
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", server.ports["http"], timeout=120, source_address=("127.0.0.3", 0)
+        )
+        connection.request("POST", "/v1/embeddings", body)
+        response = connection.getresponse()
+        response.read()
+        connection.close()
+        statuses[response.status] += 1
+
+    def flood_of_embeddings() -> None:
+        threads = [threading.Thread(target=send) for _ in range(32)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    report = server.attack(flood_of_embeddings)
+    print(f"statuses: {dict(statuses)}")
+    report.check(limit_mib=100)
+    assert set(statuses) == {200, 429} and statuses[200] >= 4
 
 
 def test_request_of_many_sequences(server: AttackedServer) -> None:

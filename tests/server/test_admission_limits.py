@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from neso.server.admission import Admission, AdmissionLimits
+from neso.server.admission import CLIENT, RESERVATION, Admission, AdmissionLimits, Reservation
 from neso.server.errors import InvalidArgument, Overloaded
 
 LIMITS = AdmissionLimits(request_sequences=4, client_sequences=10, sequences=15, input_bytes=1000)
@@ -76,16 +78,49 @@ def test_released_requests_leave_nothing_behind() -> None:
     assert (admission.sequences, admission.input_bytes, admission.num_clients) == (0, 0, 0)
 
 
-def test_requests_in_parts_are_checked_as_a_whole() -> None:
+@pytest.fixture
+def reservation() -> Iterator[Reservation]:
+    """Reservation of a request of the client "a"."""
+    found = Reservation()
+    client, reserved = CLIENT.set("a"), RESERVATION.set(found)
+    yield found
+    RESERVATION.reset(reserved)
+    CLIENT.reset(client)
+
+
+def test_requests_in_parts_are_counted_as_a_whole(reservation: Reservation) -> None:
     admission = Admission(LIMITS)
-    admission.admit("a", 4, 0)
-    admission.admit("a", 4, 0)
-    admission.check("a", 2)
+    tickets = [admission.admit("a", 4, 0) for _ in range(2)]
     with pytest.raises(Overloaded):
-        admission.check("a", 3)
+        admission.reserve(3)
     with pytest.raises(InvalidArgument):
-        admission.check("", 5)
+        admission.reserve(5)
     assert admission.sequences == 8
+    admission.reserve(2)
+    assert admission.sequences == 10
+    with pytest.raises(Overloaded):
+        admission.admit("a", 1, 0)
+    for number in range(2):
+        reservation.take(1)
+        tickets.append(admission.admit("a", 1, 0))
+        assert admission.sequences == 10, number
+    reservation.take(1)
+    with pytest.raises(Overloaded):
+        admission.admit("a", 1, 0)
+    for ticket in tickets:
+        ticket.release()
+    reservation.release()
+    assert (admission.sequences, admission.num_clients) == (0, 0)
+
+
+def test_reserved_sequences_that_no_part_took_are_released(reservation: Reservation) -> None:
+    admission = Admission(LIMITS)
+    admission.reserve(4)
+    reservation.take(1)
+    assert admission.sequences == 3
+    for _ in range(2):
+        reservation.release()
+    assert (admission.sequences, admission.num_clients) == (0, 0)
 
 
 def test_refused_requests_leave_nothing_behind() -> None:

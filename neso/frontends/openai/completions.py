@@ -50,7 +50,6 @@ from neso.generation import (
     SamplingParams,
     TokenizerLike,
 )
-from neso.server.admission import CLIENT
 
 KIND = ResponseKind(
     id_prefix="cmpl",
@@ -158,7 +157,7 @@ class CompletionsApi:
         tokenizer = model.tokenizer
         sampling = _sampling(request, model.language_model.default_sampling, self._options)
         given = await _read_prompts(request)
-        model.model.admission.check(CLIENT.get(), len(given) * sampling.num_sequences)
+        model.model.admission.reserve(len(given) * sampling.num_sequences)
         prompts = [
             await truncate_prompt(
                 prompt,

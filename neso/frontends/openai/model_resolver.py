@@ -29,7 +29,6 @@ from neso.frontends.openai.tensor_models.request_tensors import (
 from neso.generation import UNLIMITED_LENGTH, LanguageModel, PoolingModel, SupportsLora, TokenizerLike
 from neso.generation.pooling import pool_all
 from neso.generation.request import TASK_PREFIX
-from neso.server.admission import CLIENT
 from neso.server.errors import NotFound, Unavailable
 from neso.server.metadata import ModelState
 
@@ -77,7 +76,7 @@ class ResolvedPoolingModel:
 
     async def pool(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
         """Return results in the order of `requests`. Raises like `Model.pool`. Tokens count against the rate limit."""
-        self.model.admission.check(CLIENT.get(), len(requests))
+        self.model.admission.reserve(len(requests))
         pooled = await pool_all(self.model.pool, requests)
         report = TOKENS_USED.get()
         if report is not None:

@@ -26,7 +26,7 @@ from neso.frontends.decoding import LARGE_JSON, decode
 from neso.frontends.openai.access.api_keys import request_key
 from neso.frontends.openai.errors import ApiError, to_api_error, triton_error, validation_error
 from neso.frontends.transport.tcp import client_network
-from neso.server.admission import CLIENT
+from neso.server.admission import CLIENT, RESERVATION, Reservation
 
 if TYPE_CHECKING:
     from neso.frontends.openai_options import OpenAIOptions
@@ -187,12 +187,16 @@ class Endpoint:
                 context.trace = self._start_trace(body, scope, started)
         response = self._respond(arguments, context, scope, receive, send)
         client = CLIENT.set(context.client)
+        reservation = Reservation()
+        reserved = RESERVATION.set(reservation)
         try:
             if operation.cancellable and _CANCELS_ON_DISCONNECT not in scope.get("extensions", ()):
                 await while_connected(receive, response)
             else:
                 await response
         finally:
+            reservation.release()
+            RESERVATION.reset(reserved)
             CLIENT.reset(client)
             if context.trace is not None:
                 context.trace.sent("HTTP")

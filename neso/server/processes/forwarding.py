@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import neso.server.processes.messages as wire
+from neso.server.admission import RESERVATION
 from neso.server.backlog import Backlog
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import ResponseStream
@@ -95,6 +96,8 @@ class ForwardedModel(Model):
 
     def submit(self, request: InferenceRequest) -> ResponseStream:
         """Forward a request to the main process. Its errors are sent as responses."""
+        if (reservation := RESERVATION.get()) is not None:
+            reservation.take(1)
         return self._forwarder.submit(request, self.version, self._namespace, streams=self.decoupled)
 
     def retire(self, successor: Model | None = None) -> None:
