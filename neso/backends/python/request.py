@@ -194,7 +194,8 @@ class InferenceRequest:
 class ResponseIterator:
     """Iterator over the responses of a BLS call. The last response can be empty (final flag only).
 
-    `next` blocks. `anext` works on the event loop of `loop_calls`.
+    `next` blocks. `anext` works on the event loop of `loop_calls`. As in Triton, a loop continues where the one before
+    was left, or starts again if all responses have been returned; they are kept for this.
     """
 
     def __init__(
@@ -207,33 +208,42 @@ class ResponseIterator:
         self._responses: queue.SimpleQueue[ServerResponse] = queue.SimpleQueue()
         self._loop_calls = loop_calls
         self._arrived = asyncio.Event()
+        self._received: list[InferenceResponse] = []
+        self._position = 0  # in the responses received
         self._ended = False
         self._call = access.call(request, decoupled, self._deliver)
 
     def __iter__(self) -> Iterator[InferenceResponse]:
+        self._start_again_at_end()
         return self
 
     def __next__(self) -> InferenceResponse:
-        if self._ended:
+        if self._at_end():
             raise StopIteration
-        return self._convert(self._responses.get())
+        if self._position == len(self._received):
+            self._receive(self._responses.get())
+        return self._take()
 
     def __aiter__(self) -> AsyncIterator[InferenceResponse]:
+        self._start_again_at_end()
         return self
 
     async def __anext__(self) -> InferenceResponse:
         if self._loop_calls is None:
             raise TypeError("the responses of exec() cannot be iterated with 'async for': use async_exec()")
-        if self._ended:
+        if self._at_end():
             raise StopAsyncIteration
         await self.wait()
-        return self._convert(self._responses.get_nowait())
+        return self._take()
 
     async def wait(self) -> None:
-        """Wait until the next response has arrived. For iterators of `async_exec`."""
-        while self._responses.empty():
-            self._arrived.clear()
-            await self._arrived.wait()
+        """Wait until there is a next response. For iterators of `async_exec`, before the end."""
+        while self._position == len(self._received):
+            try:
+                self._receive(self._responses.get_nowait())
+            except queue.Empty:
+                self._arrived.clear()
+                await self._arrived.wait()
 
     def cancel(self) -> None:
         """Cancel the call."""
@@ -245,9 +255,20 @@ class ResponseIterator:
         if self._loop_calls is not None:
             self._loop_calls.post(self._arrived.set)
 
-    def _convert(self, response: ServerResponse) -> InferenceResponse:
+    def _receive(self, response: ServerResponse) -> None:
         self._ended = response.final
-        return _response_from_server(response)
+        self._received.append(_response_from_server(response))
+
+    def _take(self) -> InferenceResponse:
+        self._position += 1
+        return self._received[self._position - 1]
+
+    def _at_end(self) -> bool:
+        return self._ended and self._position == len(self._received)
+
+    def _start_again_at_end(self) -> None:
+        if self._at_end():
+            self._position = 0
 
 
 def _response_from_server(response: ServerResponse) -> InferenceResponse:

@@ -193,6 +193,25 @@ async def test_blocking_iteration_of_asynchronous_calls(serve):
     assert await outcome(core) == [0, 1, 0, 1, 2]
 
 
+async def test_loops_over_responses_continue_and_start_again(serve):
+    core = await serve("""
+    async def execute(self, requests):
+        responses = call("repeat", "COUNT", [3], np.int32).exec(decoupled=True)
+        found = values(next(responses))
+        for response in responses:  # continues
+            found += values(response)
+            break
+        for _ in range(2):  # continues, then starts again
+            found += [value for response in responses for value in values(response)] + [-1]
+        assert next(responses, None) is None
+        responses = await call("repeat", "COUNT", [2], np.int32).async_exec(decoupled=True)
+        for _ in range(2):
+            found += [value async for response in responses for value in values(response)]
+        return [answer(*found)]
+""")
+    assert await outcome(core) == [0, 1, 2, -1, 0, 1, 2, -1, 0, 1, 0, 1]
+
+
 async def test_asynchronous_calls_wait_for_the_first_response(serve):
     core = await serve("""
     async def execute(self, requests):
