@@ -98,6 +98,6 @@ def test_server_is_not_live_after_more_failures_than_the_limit(server: ServerPro
     engine_of(server).kill()
     wait_until(lambda: server.get("/v2/health/live")[0] != 200, 120)
     assert not ready(server)
-    assert "has failed too often and is not restarted" in server.output
+    wait_until(lambda: "has failed too often and is not restarted" in server.output)
     status, body = server.post(PATH, SHORT)
     assert status == 503, body
