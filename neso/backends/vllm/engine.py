@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -33,6 +34,8 @@ class RequestRejected(InvalidParameter):
         return self.message
 
 
+_WATCH_SECONDS = 0.5
+"""Seconds between two looks for processes of an engine that is being started."""
 _FIELDS = {"input_tokens": "prompt", "input_text": "prompt", "image": "images"}
 """vLLM's parameter name -> Neso's parameter name, for names that differ."""
 
@@ -41,15 +44,17 @@ class VllmEngine:
     """A running engine, created by `start`. Used on one event loop."""
 
     def __init__(
-        self, engine: Any, tasks: frozenset[str], arguments: Any, record: library.Record | None
+        self,
+        engine: Any,
+        orphan_reaper: OrphanReaper,
+        tasks: frozenset[str],
+        arguments: Any,
+        record: library.Record | None,
     ) -> None:
-        self._engine = engine
+        self._engine, self._orphan_reaper = engine, orphan_reaper
         self._arguments, self._record = arguments, record
-        self._orphan_reaper = _make_orphan_reaper()
         self._names = itertools.count()
         self._num_requests = 0
-        # Also those of an engine that is started at the same time.
-        self._processes: set[int] = set()
         self.tasks = tasks
         self.restarts = False
         """Whether the engine is restarted when it ends; the errors of its requests say so."""
@@ -57,22 +62,16 @@ class VllmEngine:
     @classmethod
     async def start(cls, arguments: Any, record: library.Record | None = None) -> VllmEngine:
         """Start the engine's processes and load the model. Raises `InvalidArgument`."""
-        before = _children()
-        engine = await _start(arguments, record)
+        engine, orphan_reaper = await _start(arguments, record)
         try:
-            started = cls(engine, await library.supported_tasks(engine), arguments, record)
-            started._processes = _children() - before
-            return started
+            return cls(engine, orphan_reaper, await library.supported_tasks(engine), arguments, record)
         except Exception as error:
             raise InvalidArgument(f"vLLM cannot load the model: {error}") from None
 
     async def restart(self) -> None:
         """Shut down what is left of an engine that has ended, and start it again. Raises `InvalidArgument`."""
         await self.stop()
-        before = _children()
-        self._engine = await _start(self._arguments, self._record)
-        self._processes = _children() - before
-        self._orphan_reaper = _make_orphan_reaper()
+        self._engine, self._orphan_reaper = await _start(self._arguments, self._record)
 
     @property
     def max_model_len(self) -> int:
@@ -117,9 +116,7 @@ class VllmEngine:
 
     def kill(self) -> None:
         """Kill the engine's processes, also stopped ones. vLLM then reports the engine as ended."""
-        for process in active_children():
-            if process.pid in self._processes:
-                process.kill()
+        library.kill_processes(self._engine)
 
     async def tokenizer(self) -> Any:
         """vLLM's tokenizer of the model, with the interface of transformers."""
@@ -225,29 +222,29 @@ class _Ended:
         raise RuntimeError("the engine was shut down")
 
 
-async def _start(arguments: Any, record: library.Record | None) -> Any:
+async def _start(arguments: Any, record: library.Record | None) -> tuple[Any, OrphanReaper]:
+    """Start an engine, and the reaper of its processes, which also end if the server does during the start."""
+    reaper = OrphanReaper()
     starting = asyncio.ensure_future(asyncio.to_thread(library.start_engine, arguments, record))
     try:
-        return await asyncio.shield(starting)
+        while not starting.done():
+            await asyncio.wait({starting}, timeout=_WATCH_SECONDS)
+            # All children, also those of other engines: none may outlive the server.
+            reaper.watch(process.pid for process in active_children() if process.pid)
+        return starting.result(), reaper
     except asyncio.CancelledError:
-        starting.add_done_callback(_shut_down)
+        starting.add_done_callback(functools.partial(_shut_down, reaper))
         raise
     except Exception as error:
+        await asyncio.to_thread(reaper.dismiss)
         raise InvalidArgument(f"vLLM cannot load the model: {error}") from None
 
 
-def _children() -> set[int]:
-    return {process.pid for process in active_children() if process.pid}
-
-
-def _make_orphan_reaper() -> OrphanReaper:
-    return OrphanReaper(_children())
-
-
-def _shut_down(starting: asyncio.Future[Any]) -> None:
+def _shut_down(reaper: OrphanReaper, starting: asyncio.Future[Any]) -> None:
     """Shut down an engine whose start was cancelled."""
     if not starting.cancelled() and starting.exception() is None:
         starting.result().shutdown()
+    reaper.dismiss()
 
 
 def _convert_error(error: Exception, *, restarts: bool) -> Exception:

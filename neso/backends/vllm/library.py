@@ -8,12 +8,14 @@ import os
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+import psutil
 import vllm
 from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -77,6 +79,18 @@ def start_engine(arguments: Any, record: Record | None) -> Any:
     """Start an `AsyncLLMEngine` and load its model. Blocks for up to minutes. Raises vLLM's exceptions."""
     loggers = None if record is None else [_stat_logger(record)]
     return AsyncLLMEngine.from_engine_args(arguments, stat_loggers=loggers)
+
+
+def kill_processes(engine: Any) -> None:
+    """Kill the processes of this engine and their workers, also stopped ones; none if Ray started them."""
+    for process in getattr(engine.engine_core.resources.engine_manager, "processes", ()):
+        workers: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            workers = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
 
 
 def _stat_logger(record: Record) -> type:

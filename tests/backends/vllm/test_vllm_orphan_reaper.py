@@ -16,7 +16,9 @@ import subprocess, sys, time
 from neso.backends.vllm.orphan_reaper import OrphanReaper
 
 engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-guardian = OrphanReaper([engine.pid])
+guardian = OrphanReaper()
+guardian.watch([engine.pid])
+guardian.watch([engine.pid, engine.pid + 10**8])  # one is known, one does not exist
 print(engine.pid, flush=True)
 if sys.stdin.readline() == "dismiss\\n":
     guardian.dismiss()
