@@ -33,13 +33,16 @@ fingerprint() {
 # The functions below run under `set -e`. Don't call them in `&&`, `||` or `if`: that would disable it inside them,
 # and a failed installation would be marked as complete.
 
-# install NAME EXTRAS: pip install the package with these extras unless the stamp of this fingerprint exists.
+# install NAME EXTRAS: pip install the package with these extras unless the stamp of this fingerprint exists. The
+# installation for the tests includes the base installation.
 install() {
-    local stamp=".venv/.neso-$1" state
+    local stamp state
     state="$(fingerprint)"
-    if [ -x .venv/bin/neso ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then
-        return
-    fi
+    for stamp in .venv/.neso-tests ".venv/.neso-$1"; do
+        if [ -x .venv/bin/neso ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then
+            return
+        fi
+    done
     check_compiler
     if [ ! -x .venv/bin/python ]; then
         local python
