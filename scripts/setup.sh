@@ -66,6 +66,14 @@ setup_slurm() {
     fi
 }
 
+# Redis, for the tests of the response cache in Redis, which are skipped without it. Installed only by root with apt.
+setup_redis() {
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && ! command -v redis-server >/dev/null; then
+        echo "neso: installing Redis for the tests of the response cache"
+        apt-get install -y --no-install-recommends redis-server >/dev/null 2>&1 || echo "neso: Redis cannot be installed"
+    fi
+}
+
 # Real vLLM (CPU build) for the tests of its backend, in .venv-vllm because it pins other versions.
 setup_vllm() {
     local stamp=".venv-vllm/.neso" state
