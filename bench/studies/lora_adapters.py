@@ -65,7 +65,7 @@ def main() -> None:
             base = EndpointOptions(models=("base",), urls=(url,), endpoint_type="completions", streaming=True)
             ratios = []
             for seed, number in enumerate(arguments.adapters):
-                # Other prompts for each pair: the base model would have those of the pair before in its prefix cache.
+                # Each pair has its own prompts. Otherwise the base model finds those of the previous pair in its cache.
                 inputs = replace(inputs, random_seed=seed)
                 without = measure(base, inputs, plan)
                 adapted = measure(replace(base, adapters=tuple(names[:number])), inputs, plan)

@@ -553,7 +553,7 @@ class ClusterChannel(EngineChannel):
     # -- all workers together -----------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Return the sums over the workers, lost ones included, and the requests in the queue."""
+        """Return the statistics of all workers, including lost ones, and of the queue."""
         stats = EngineStats.sum(loads(self.workers)).after(self._past)
         waiting = self.queue.num_waiting
         return msgspec.structs.replace(

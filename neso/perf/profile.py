@@ -127,7 +127,7 @@ def _make_folder(output: OutputOptions) -> None:
 
 
 def _as_many_as_needed(inputs: InputOptions, load: LoadOptions) -> InputOptions:
-    """Return the options without the synthetic requests, or sessions, that no run sends."""
+    """Return the options with only as many synthetic requests or sessions as a run sends."""
     if load.request_count is None or load.warm_up_duration is not None:
         return inputs
     if inputs.input_file is not None or inputs.input_dataset is not None:

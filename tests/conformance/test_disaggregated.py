@@ -9,15 +9,14 @@ from typing import Any
 
 import psutil
 import pytest
+from cluster_server import MODEL, ClusterServer
 from eventually import wait_until
-from openai import OpenAI
 from server_process import ServerProcess
 
 import neso
 
 pytestmark = pytest.mark.slow
 
-MODEL = "neso-pilot"
 LENGTH = 150
 GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 1.0, "seed": 7}
@@ -31,39 +30,18 @@ def prompts(topic: str) -> list[str]:
     ]
 
 
-class Cluster:
+class Cluster(ClusterServer):
     def __init__(self, *options: str) -> None:
-        self.server = ServerProcess(
+        server = ServerProcess(
             MODEL, *options, "--engine-config=num_blocks=512", "--engine-config=heartbeat_timeout=6"
         )
-        assert self.server.ports, self.server.output
-        self.client = OpenAI(base_url=self.server.url("/v1", "openai"), api_key="unused", max_retries=0)
+        super().__init__(server, LENGTH)
         self.llm = neso.LLM(MODEL, num_blocks=512)
-
-    def count(self, name: str) -> float:
-        return self.server.gauge(f"neso_cluster_{name}")
 
     def worker(self, name: str) -> psutil.Process:
         children = psutil.Process(self.server.process.pid).children()
         (found,) = (child for child in children if f'"name":"{name}"' in child.cmdline()[-1])
         return found
-
-    def stream(self, prompt: str, sampling: dict[str, Any], started: Any = None) -> str:
-        """Return the text of a streamed completion; `started` is called after a few pieces."""
-        stream = self.client.completions.create(
-            model=MODEL,
-            prompt=prompt,
-            max_tokens=LENGTH,
-            stream=True,
-            extra_body={"ignore_eos": True},
-            **sampling,
-        )
-        text = ""
-        for number, piece in enumerate(stream):
-            text += piece.choices[0].text if piece.choices else ""
-            if number == 5 and started is not None:
-                started()
-        return text
 
     def texts(self, prompts: list[str], sampling: dict[str, Any], started: Any = None) -> list[str]:
         with ThreadPoolExecutor(len(prompts)) as pool:

@@ -13,30 +13,29 @@ from typing import Any
 
 import psutil
 import pytest
+from cluster_server import MODEL, ClusterServer
 from eventually import wait_until
 from free_port import free_port
-from openai import OpenAI
 from server_process import ServerProcess
 
 import neso
 
 pytestmark = pytest.mark.slow
 
-MODEL = "neso-pilot"
 PROMPTS = [f"What is in-flight batching, version {number}?" for number in range(6)]
 LENGTH = 300
 GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 1.0, "seed": 7}
 
 
-class Cluster:
+class Cluster(ClusterServer):
     """A server with two workers of its own, where others can join."""
 
     def __init__(self, directory: Path) -> None:
         self.token_file = directory / "token"
         self.token_file.write_text("a secret of the tests")
         self.address = f"tcp://127.0.0.1:{free_port()}"
-        self.server = ServerProcess(
+        server = ServerProcess(
             MODEL,
             "--workers=2",
             f"--worker-address={self.address}",
@@ -44,32 +43,11 @@ class Cluster:
             "--engine-config=num_blocks=256",
             "--engine-config=heartbeat_timeout=6",
         )
-        assert self.server.ports, self.server.output
-        self.client = OpenAI(base_url=self.server.url("/v1", "openai"), api_key="unused", max_retries=0)
-
-    def count(self, name: str) -> float:
-        return self.server.gauge(f"neso_cluster_{name}")
+        super().__init__(server, LENGTH)
 
     def workers(self) -> list[psutil.Process]:
         children = psutil.Process(self.server.process.pid).children()
         return [child for child in children if "neso.cluster.worker_process" in child.cmdline()]
-
-    def stream(self, prompt: str, sampling: dict[str, Any], started: Any = None) -> str:
-        """Return the text of a streamed completion; `started` is called after a few pieces."""
-        stream = self.client.completions.create(
-            model=MODEL,
-            prompt=prompt,
-            max_tokens=LENGTH,
-            stream=True,
-            extra_body={"ignore_eos": True},
-            **sampling,
-        )
-        text = ""
-        for number, piece in enumerate(stream):
-            text += piece.choices[0].text if piece.choices else ""
-            if number == 5 and started is not None:
-                started()
-        return text
 
 
 @pytest.fixture(scope="module")

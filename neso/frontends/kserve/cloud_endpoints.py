@@ -7,10 +7,10 @@ which KServe has in a header, is therefore a part of the content type.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from neso.frontends.cloud_options import SageMakerOptions, VertexAiOptions
 from neso.frontends.kserve.http_codec import HEADER_LENGTH, HEADER_LENGTH_FIELD
@@ -78,10 +78,17 @@ class CloudFrontend(HttpFrontend):
     `openai`: application of the OpenAI API, None if it is not served.
     """
 
+    CONTENT_TYPE: ClassVar[str]
+    CONTENT_TYPE_IN_RESPONSE: ClassVar[bool]
+    """See `CloudInfer`."""
+
     def __init__(
-        self, core: Core, options: SageMakerOptions | VertexAiOptions, openai: AsgiApp | None,
-        limits: ConnectionLimits | None, infer: Callable[[InferEndpoint], CloudInfer],
-    ) -> None:  # fmt: skip
+        self,
+        core: Core,
+        options: SageMakerOptions | VertexAiOptions,
+        openai: AsgiApp | None = None,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         assert options.port is not None, "with_environment sets the port"
         self.http = replace(options.http, port=options.port, reuse_port=False, tls=None)
         super().__init__(self.http, limits)
@@ -91,13 +98,18 @@ class CloudFrontend(HttpFrontend):
         if openai is not None:
             self.share(openai)
         self._service = service = KServeService(core)
+        self._routes = tuple(routes(service, self.http.max_input_size, self.http.request_limits))
         self._operations: dict[str, Handler] = {}
-        for route in routes(service, self.http.max_input_size, self.http.request_limits):
+        for route in self._routes:
             if route.pattern.startswith("/v2/models/{model}/generate"):
                 self._operations[route.pattern.rsplit("/", 1)[1]] = self.restricted(
                     route.group, route.handler
                 )
-        endpoint = infer(InferEndpoint(service, self.http.max_input_size, self.http.request_limits))
+        endpoint = CloudInfer(
+            InferEndpoint(service, self.http.max_input_size, self.http.request_limits),
+            self.CONTENT_TYPE,
+            in_response=self.CONTENT_TYPE_IN_RESPONSE,
+        )
         self._operations["infer"] = self.restricted("inference", traced(service, endpoint, endpoint))
 
     def restricted(self, group: str, handler: Handler) -> Handler:
@@ -133,6 +145,9 @@ class SageMakerHttp(CloudFrontend):
     - /models: the contract of multi-model endpoints: list, load, get, invoke and unload
     """
 
+    CONTENT_TYPE = "application/vnd.sagemaker-triton.binary+json"
+    CONTENT_TYPE_IN_RESPONSE = True
+
     def __init__(
         self,
         core: Core,
@@ -140,16 +155,10 @@ class SageMakerHttp(CloudFrontend):
         openai: AsgiApp | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        super().__init__(
-            core, options, openai, limits,
-            lambda infer: CloudInfer(
-                infer, "application/vnd.sagemaker-triton.binary+json", in_response=True
-            ),
-        )  # fmt: skip
+        super().__init__(core, options, openai, limits)
         self._options = options
-        self._loaded: dict[
-            str, tuple[str, Path]
-        ] = {}  # by SageMaker's name: name of the model and its repository
+        self._loaded: dict[str, tuple[str, Path]] = {}
+        """Name of the model and its repository, by SageMaker's name."""
         self._loads = asyncio.Lock()
         for method, path, group, handler in (
             ("GET", "/ping", "health", self._ping),
@@ -261,6 +270,9 @@ class VertexAiHttp(CloudFrontend):
 
     REDIRECT = b"x-vertex-ai-triton-redirect"
 
+    CONTENT_TYPE = "application/vnd.vertex-ai-triton.binary+json"
+    CONTENT_TYPE_IN_RESPONSE = False
+
     def __init__(
         self,
         core: Core,
@@ -268,12 +280,7 @@ class VertexAiHttp(CloudFrontend):
         openai: AsgiApp | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        super().__init__(
-            core, options, openai, limits,
-            lambda infer: CloudInfer(
-                infer, "application/vnd.vertex-ai-triton.binary+json", in_response=False
-            ),
-        )  # fmt: skip
+        super().__init__(core, options, openai, limits)
         self._redirects = self._make_redirects()
         self._router.add("GET", options.health_route, self.restricted("health", self._health))
         self._router.add("POST", options.predict_route, self._predict)
