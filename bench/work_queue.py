@@ -111,7 +111,7 @@ async def through_queue(directory: str, requests: int) -> tuple[float, float, fl
     channel = ClusterChannel(EngineConfig(model=""), "", [socket])
     process = multiprocessing.get_context("spawn").Process(target=worker, args=(address,), daemon=True)
     process.start()
-    await channel.first_worker()
+    await channel.connections.first_worker()
     waiting: dict[str, asyncio.Future[None]] = {}
 
     async def deliver() -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from neso.cluster.front_end import ClusterChannel, WorkerFailed
+from neso.cluster.connections import WorkerConnections, WorkerFailed
+from neso.cluster.front_end import ClusterChannel
 from neso.cluster.sockets import FrontEndSocket, read_token
 from neso.cluster.worker import WorkerOptions, checkpoint_digest, worker_config
 from neso.engine.client.async_engine import AsyncEngine
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 class LocalWorker:
     """A worker process of this host. `start` can be called again after it has ended."""
 
-    def __init__(self, options: WorkerOptions, channel: ClusterChannel) -> None:
-        self._options, self._channel = options, channel
+    def __init__(self, options: WorkerOptions, connections: WorkerConnections) -> None:
+        self._options, self._connections = options, connections
         self._process: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
         self._on_dead: list[Callable[[str], None]] = []
@@ -58,7 +59,7 @@ class LocalWorker:
         command = (sys.executable, "-m", "neso.cluster.worker_process", options)
         process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE)
         self._process = process
-        joining = asyncio.ensure_future(self._channel.joined(self.name))
+        joining = asyncio.ensure_future(self._connections.joined(self.name))
         ended = asyncio.ensure_future(process.wait())
         try:
             await asyncio.wait((joining, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -83,13 +84,17 @@ class LocalWorker:
         if self._stopping:
             return
         self._kill()
-        self._channel.lost(self.name, reason)
+        self._connections.lost(self.name, reason)
         for callback in self._on_dead:
             callback(reason)
 
     def kill_if_lost(self) -> None:
         """Kill the process if the front end has given it up, for example because it hangs: it is then restarted."""
-        if self._watching is not None and not self._watching.done() and not self._channel.knows(self.name):
+        if (
+            self._watching is not None
+            and not self._watching.done()
+            and not self._connections.knows(self.name)
+        ):
             self._kill()
 
     def _kill(self) -> None:
@@ -150,7 +155,7 @@ class ClusterEngine(AsyncEngine):
         super().__init__(config, channel, info, tokenizer, images)
         self.cluster, self.local = channel, local
         self._directory = directory
-        channel.on_workers(self._on_workers)
+        channel.connections.on_change(self._on_workers)
 
     @classmethod
     async def open(cls, config: EngineConfig, gpus: Sequence[str] = ()) -> ClusterEngine:
@@ -176,7 +181,7 @@ class ClusterEngine(AsyncEngine):
         workers = [
             LocalWorker(
                 WorkerOptions(config=one, address=local_address, name=_name(number, roles), roles=roles),
-                channel,
+                channel.connections,
             )
             for number, (one, roles) in enumerate(zip(placed, config.cluster.local_roles, strict=True))
         ]
@@ -236,7 +241,7 @@ async def _load(
     tokenizer = asyncio.ensure_future(asyncio.to_thread(load_engine_tokenizer, config))
     if not workers:
         logger.info("waiting for a worker")
-        return await channel.first_worker(), await tokenizer
+        return await channel.connections.first_worker(), await tokenizer
     starts = [asyncio.ensure_future(worker.start()) for worker in workers]
     try:
         infos = await asyncio.gather(*starts)

@@ -10,36 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from neso.cluster.common_commands import CommonCommands
-from neso.cluster.messages import (
-    PROTOCOL_VERSION,
-    Cancel,
-    Cost,
-    Frame,
-    FromWorker,
-    Goodbye,
-    Grant,
-    Hello,
-    Introduce,
-    Leave,
-    Ping,
-    Refused,
-    Report,
-    Tell,
-    Welcome,
-    from_worker,
-)
-from neso.cluster.roles import RoleController, pressure
+from neso.cluster.connections import LEASE_SECONDS, WorkerConnections
+from neso.cluster.messages import Cancel, Cost, EngineEvent, Frame, Grant, Report, Tell
+from neso.cluster.roles import control_roles
 from neso.cluster.router import Router
 from neso.cluster.sockets import FrontEndSocket
-from neso.cluster.work_queue import Job, WorkerState, WorkQueue, WrongContinuation, loads
+from neso.cluster.work_queue import Job, WorkerState, WorkQueue, WrongContinuation
 from neso.engine.client.prefix_estimate import PrefixKeys
-from neso.engine.cluster_config import DECODE, MIXED
+from neso.engine.cluster_config import DECODE
 from neso.engine.config import EngineConfig
 from neso.engine.core.admission import QueueFull, expiry_message
 from neso.engine.core.request import EngineRequest, KvExport, KvImport, SequenceOutput
@@ -50,9 +34,7 @@ from neso.engine.ipc.messages import (
     Add,
     CheckIntegrity,
     Command,
-    EngineInfo,
     Event,
-    ExtendLease,
     LoadLora,
     ReleaseLease,
     StepOutputs,
@@ -63,22 +45,6 @@ from neso.engine.ipc.messages import (
 from neso.generation.output import FinishReason
 
 logger = logging.getLogger(__name__)
-
-_NUM_CHECKS = 4
-"""Number of consecutive checks without a message after which a worker is given up. Checks are counted instead of the
-time, which also passes while this process is stopped."""
-LEASE_SECONDS = 30.0
-"""Time for which a worker holds the blocks of a prompt; extended while a request waits for them."""
-
-
-@dataclass(slots=True)
-class _Connection:
-    """A worker that has said hello. `socket`: where it is connected."""
-
-    state: WorkerState
-    hello: Hello
-    socket: FrontEndSocket
-    silent_checks: int = 0
 
 
 @dataclass(slots=True)
@@ -117,51 +83,30 @@ class ClusterChannel(EngineChannel):
             self._loop.time,
         )
         self.counters = ClusterCounters()
-        self._on_workers: list[Callable[[], None]] = []
         self._router = Router(config.cluster.min_remote_prefill)
-        self._config, self._model = config.cluster, model
-        self._roles = RoleController()
-        self._silence = config.heartbeat_timeout
-        self._connections: dict[str, _Connection] = {}
-        self._joining: dict[str, asyncio.Future[EngineInfo]] = {}
-        self._first_joined: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._config = config.cluster
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._outputs: list[SequenceOutput] = []
-        self._past = EngineStats()  # counters of workers that were lost
+        self.connections = WorkerConnections(model, config.heartbeat_timeout, sockets, self)
         self._common = CommonCommands(
-            lambda: self.workers, self._send_to, self._events.put_nowait, self.stats
+            lambda: self.workers, self.connections.send, self._events.put_nowait, self.stats
         )
         self._timer: asyncio.TimerHandle | None = None
-        self._sockets = tuple(sockets)
-        self._tasks = [asyncio.create_task(self._receive(socket)) for socket in sockets]
-        self._tasks.append(asyncio.create_task(self._watch()))
-        if config.cluster.ttft_target is not None and config.cluster.itl_target is not None:
-            control = self._control_roles(config.cluster.ttft_target, config.cluster.itl_target)
-            self._tasks.append(asyncio.create_task(control))
+        self._roles = asyncio.create_task(
+            control_roles(config.cluster, self.connections, self.queue, self._roles_changed)
+        )
 
     # -- the channel --------------------------------------------------------------------------------------------
 
     @property
     def workers(self) -> list[WorkerState]:
         """The connected workers."""
-        return [connection.state for connection in self._connections.values()]
-
-    def on_workers(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` when a worker has joined, was lost, or has other roles."""
-        self._on_workers.append(callback)
-
-    def _workers_changed(self) -> None:
-        for callback in self._on_workers:
-            callback()
+        return self.connections.workers
 
     @property
     def predicted_wait(self) -> float:
         """Seconds in which the workers can prefill the waiting requests; 0 if no speed was measured."""
         return self.queue.predicted_wait(worker for worker in self.workers if "prefill" in worker.roles)
-
-    def knows(self, name: str) -> bool:
-        """Whether a worker is connected."""
-        return name in self._connections
 
     def send(self, command: Command) -> None:
         if self.dead.done():
@@ -180,31 +125,12 @@ class ClusterChannel(EngineChannel):
     async def receive(self) -> Event:
         return await self._events.get()
 
-    async def first_worker(self) -> EngineInfo:
-        """Wait until a worker has joined."""
-        return await asyncio.shield(self._first_joined)
-
-    async def joined(self, name: str) -> EngineInfo:
-        """Wait until the worker `name` has joined; call `lost` to end this with an error."""
-        if name in self._connections:
-            return self._connections[name].state.info
-        waiting: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._joining[name] = waiting
-        try:
-            return await waiting
-        finally:
-            self._joining.pop(name, None)
-
     async def close(self, timeout: float) -> None:
-        for connection in self._connections.values():
-            connection.socket.send(connection.state.name, Goodbye())
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._roles.cancel()
+        await asyncio.gather(self._roles, return_exceptions=True)
+        await self.connections.close()
         if self._timer is not None:
             self._timer.cancel()
-        for socket in self._sockets:
-            socket.close()
         if not self.dead.done():
             self.dead.set_result("the server has stopped the workers")
 
@@ -225,7 +151,7 @@ class ClusterChannel(EngineChannel):
             command_encoder.encode(request)
         except (ValueError, TypeError, OverflowError) as error:
             raise Unsendable(str(error)) from None
-        info = self._first_joined.result()
+        info = self.connections.first_info
         wait, limit = self.predicted_wait, self._config.max_queue_seconds
         if limit is not None and wait > limit:
             message = f"the predicted wait is {wait:.1f} s, max_queue_seconds is {limit:g}"
@@ -256,7 +182,7 @@ class ClusterChannel(EngineChannel):
 
     def _cancel(self, job: Job, index: int | None = None) -> None:
         if job.worker is not None:
-            self._send_to(job.worker.name, Cancel(job.id, job.attempt, index))
+            self.connections.send(job.worker.name, Cancel(job.id, job.attempt, index))
 
     def _end(self, job: Job) -> None:
         """Forget a request, and free the blocks that a worker holds for it."""
@@ -266,8 +192,8 @@ class ClusterChannel(EngineChannel):
     def _release_export(self, job: Job) -> None:
         export = self.queue.end_export(job)
         if export is not None:
-            self._send_to(export.worker.name, Cancel(job.id, export.attempt))
-            self._send_to(export.worker.name, Tell(ReleaseLease(export.transfer_id)))
+            self.connections.send(export.worker.name, Cancel(job.id, export.attempt))
+            self.connections.send(export.worker.name, Tell(ReleaseLease(export.transfer_id)))
 
     def _expire(self) -> None:
         for job in self.queue.expired():
@@ -311,7 +237,7 @@ class ClusterChannel(EngineChannel):
         self.counters.grants += 1
         for index in range(job.num_sequences):
             if index not in job.delivered.open:
-                self._send_to(worker.name, Cancel(job.id, job.attempt, index))
+                self.connections.send(worker.name, Cancel(job.id, job.attempt, index))
 
     def _send_grant(self, job: Job, worker: WorkerState, cost: Cost, request: EngineRequest) -> None:
         logger.debug(
@@ -321,7 +247,7 @@ class ClusterChannel(EngineChannel):
         )
         encoded = msgspec.Raw(command_encoder.encode(request))
         # A worker that has just disconnected is found by the next ping, and the request goes to another one.
-        self._send_to(worker.name, Grant(job.id, job.attempt, cost, encoded))
+        self.connections.send(worker.name, Grant(job.id, job.attempt, cost, encoded))
 
     def _attempt_request(self, job: Job) -> EngineRequest:
         """Return the request of the present attempt."""
@@ -336,77 +262,13 @@ class ClusterChannel(EngineChannel):
 
     # -- workers ------------------------------------------------------------------------------------------------
 
-    async def _receive(self, socket: FrontEndSocket) -> None:
-        while True:
-            name, data = await socket.receive()
-            try:
-                self._handle(socket, name, from_worker.decode(data))
-            except msgspec.MsgspecError as error:
-                logger.error("worker '%s' has sent a message that cannot be read: %s", name, error)
-            except Exception:
-                logger.exception("a message of worker '%s' could not be processed", name)
-            self._emit_outputs()
-
-    def _handle(self, socket: FrontEndSocket, name: str, message: FromWorker) -> None:
-        connection = self._connections.get(name)
-        if isinstance(message, Hello):
-            self._join(socket, name, message)
-            return
-        if isinstance(message, Leave):
-            self.lost(name, message.reason)
-            return
-        if connection is None:
-            socket.send(name, Introduce())
-            return
-        connection.silent_checks = 0
-        if isinstance(message, Report):
-            self._report(connection.state, message)
-        else:
-            self._common.handle(connection.state, message.event)
-
-    def _join(self, socket: FrontEndSocket, name: str, hello: Hello) -> None:
-        if name in self._connections:
-            self.lost(name, "it has started again")
-        reason = self._mismatch(hello)
-        if reason:
-            logger.error("worker '%s' (%s, process %d) is refused: %s", name, hello.host, hello.pid, reason)
-            socket.send(name, Refused(reason))
-            self._joining_failed(name, reason)
-            return
-        worker = WorkerState(name, hello.info, hello.roles)
-        worker.loras = hello.loras
-        self._connections[name] = _Connection(worker, hello, socket)
-        socket.send(name, Welcome(self._silence))
+    def worker_joined(self, worker: WorkerState) -> None:
         self._common.catch_up(worker)
-        logger.info("worker '%s' (%s, process %d) has joined", name, hello.host, hello.pid)
-        if not self._first_joined.done():
-            self._first_joined.set_result(hello.info)
-        if name in self._joining:
-            self._joining[name].set_result(hello.info)
-        self._workers_changed()
 
-    def _mismatch(self, hello: Hello) -> str:
-        """Return why a worker cannot serve the model of this front end; "" if it can."""
-        if hello.version != PROTOCOL_VERSION:
-            return f"it has version {hello.version} of the protocol, this server {PROTOCOL_VERSION}"
-        if hello.model != self._model:
-            return "it has another checkpoint, or other options of the model"
-        if not hello.roles or not hello.roles <= MIXED:
-            return f"it has the roles {sorted(hello.roles)}, known are {sorted(MIXED)}"
-        if hello.roles != MIXED and not hello.info.kv_address:
-            return f"its engine transfers no KV cache, which the role {', '.join(hello.roles)} needs"
-        if not self._first_joined.done():
-            return ""
-        first, own = self._first_joined.result(), hello.info
-        for name in ("block_size", "vocab_size", "hidden_size", "generates", "logits_processors"):
-            if getattr(first, name) != getattr(own, name):
-                return f"its {name} is {getattr(own, name)}, that of the others {getattr(first, name)}"
-        if own.max_model_len < first.max_model_len:
-            return f"its max_model_len is {own.max_model_len}, the others have {first.max_model_len}"
-        missing = first.capabilities - own.capabilities
-        return f"its runner ({own.runner}) lacks {', '.join(sorted(missing))}" if missing else ""
+    def worker_event(self, worker: WorkerState, message: EngineEvent) -> None:
+        self._common.handle(worker, message.event)
 
-    def _report(self, worker: WorkerState, report: Report) -> None:
+    def worker_reported(self, worker: WorkerState, report: Report) -> None:
         worker.update(report.credits)
         worker.stats = report.stats
         for frame in report.frames:
@@ -424,7 +286,7 @@ class ClusterChannel(EngineChannel):
             return  # the first output of the other worker was faster
         if job is None or job.worker is not worker or job.attempt != frame.attempt:
             self.counters.stale_frames += 1
-            self._send_to(worker.name, Cancel(output.request_id, frame.attempt))
+            self.connections.send(worker.name, Cancel(output.request_id, frame.attempt))
             return
         self.queue.observe(job, len(output.token_ids))
         self._imported(job, output)
@@ -470,16 +332,8 @@ class ClusterChannel(EngineChannel):
             self.counters.fallbacks += 1
             logger.warning("request %s: its prompt was not transferred: %s", job.id, output.import_error)
 
-    def lost(self, name: str, reason: str) -> None:
-        """Give up a worker: its requests wait for another one. Does nothing for an unknown worker."""
-        self._joining_failed(name, reason)
-        connection = self._connections.pop(name, None)
-        if connection is None:
-            return
-        worker = connection.state
+    def worker_lost(self, worker: WorkerState, reason: str) -> None:
         self.counters.lost_workers += 1
-        logger.warning("worker '%s' is lost with %d requests: %s", name, len(worker.jobs), reason)
-        self._past = EngineStats().after(worker.stats).after(self._past)
         for job in tuple(worker.exports.values()):
             self.queue.end_export(job)
             if job.worker is not None:  # it would wait for the blocks
@@ -487,10 +341,9 @@ class ClusterChannel(EngineChannel):
                 self._repeat(job, reason)
         for job in tuple(worker.jobs.values()):
             self._repeat(job, reason)
-        self._common.forget(name)
+        self._common.forget(worker.name)
         self._dispatch()
         self._emit_outputs()
-        self._workers_changed()
 
     def _repeat(self, job: Job, reason: str) -> None:
         """Let a request wait for another worker, or fail it after its last attempt."""
@@ -501,60 +354,16 @@ class ClusterChannel(EngineChannel):
             message = f"the request has lost {job.attempt} workers, the last one because {reason}"
             self._fail(job, message)
 
-    def _joining_failed(self, name: str, reason: str) -> None:
-        if name in self._joining and not self._joining[name].done():
-            self._joining[name].set_exception(WorkerFailed(reason))
-
-    async def _watch(self) -> None:
-        """Find workers that are silent or no longer connected."""
-        interval = min(1.0, self._silence / _NUM_CHECKS) if self._silence else 1.0
-        limit = self._silence / interval if self._silence else float("inf")
-        while True:
-            await asyncio.sleep(interval)
-            self._extend_leases()
-            for name, connection in tuple(self._connections.items()):
-                connection.silent_checks += 1
-                if not connection.socket.send(name, Ping()):
-                    self.lost(name, "its connection was closed")
-                elif connection.silent_checks > limit:
-                    self.lost(name, f"it did not respond for {self._silence:g} s")
-
-    async def _control_roles(self, ttft_target: float, itl_target: float) -> None:
-        """Change the role of a worker when prefill or decode is too slow."""
-        while True:
-            await asyncio.sleep(self._config.role_period)
-            now = pressure(self.workers, self.queue.waiting_tokens, ttft_target, itl_target)
-            change = self._roles.decide(self.workers, now)
-            if change is not None:
-                logger.info(
-                    "worker '%s' changes from %s to %s: prefill is at %.0f %% of its target, decode at %.0f %%",
-                    *(change.worker.name, "+".join(change.worker.roles), "+".join(change.roles)),
-                    *(100 * now.prefill, 100 * now.decode),
-                )
-                change.worker.roles = change.roles
-                self.counters.role_changes += 1
-                self._workers_changed()
-                self._dispatch()
-
-    def _extend_leases(self) -> None:
-        """Extend the leases of prompts whose blocks no worker has taken yet."""
-        now = self._loop.time()
-        for job in self.queue.jobs.values():
-            export = job.export
-            if export is not None and not export.num_uncached and now - export.touched > LEASE_SECONDS / 3:
-                export.touched = now
-                self._send_to(export.worker.name, Tell(ExtendLease(export.transfer_id, LEASE_SECONDS)))
-
-    def _send_to(self, name: str, message: Grant | Cancel | Tell) -> None:
-        connection = self._connections.get(name)
-        if connection is not None:
-            connection.socket.send(name, message)
+    def _roles_changed(self) -> None:
+        self.counters.role_changes += 1
+        self.connections.changed()
+        self._dispatch()
 
     # -- all workers together -----------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Return the statistics of all workers, including lost ones, and of the queue."""
-        stats = EngineStats.sum(loads(self.workers)).after(self._past)
+        stats = self.connections.stats
         waiting = self.queue.num_waiting
         return msgspec.structs.replace(
             stats, num_requests=stats.num_requests + waiting, num_waiting=stats.num_waiting + waiting
@@ -567,7 +376,3 @@ class ClusterChannel(EngineChannel):
     def _emit_outputs(self) -> None:
         if self._outputs:
             self._events.put_nowait(StepOutputs(self._take_outputs(), self.stats()))
-
-
-class WorkerFailed(Exception):
-    """A worker could not be started, or was refused."""

@@ -5,11 +5,16 @@ A role is only which requests a worker gets next. Weights and cache stay, and re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from neso.cluster.work_queue import WorkerState
-from neso.engine.cluster_config import DECODE, PREFILL, Roles
+from neso.cluster.connections import WorkerConnections
+from neso.cluster.work_queue import WorkerState, WorkQueue
+from neso.engine.cluster_config import DECODE, PREFILL, ClusterConfig, Roles
+
+logger = logging.getLogger(__name__)
 
 PATIENCE = 2
 """Number of consecutive periods in which one side must be too slow, and the other one must have reserves."""
@@ -69,3 +74,28 @@ class RoleController:
             return None
         self._periods = 0
         return RoleChange(min(givers, key=lambda worker: worker.num_sequences), wanted)
+
+
+async def control_roles(
+    config: ClusterConfig, connections: WorkerConnections, queue: WorkQueue, changed: Callable[[], None]
+) -> None:
+    """Change the role of a worker when prefill or decode is too slow; does nothing without targets.
+
+    `changed()` is called after each change.
+    """
+    if config.ttft_target is None or config.itl_target is None:
+        return
+    controller = RoleController()
+    while True:
+        await asyncio.sleep(config.role_period)
+        workers = connections.workers
+        now = pressure(workers, queue.waiting_tokens, config.ttft_target, config.itl_target)
+        change = controller.decide(workers, now)
+        if change is not None:
+            logger.info(
+                "worker '%s' changes from %s to %s: prefill is at %.0f %% of its target, decode at %.0f %%",
+                *(change.worker.name, "+".join(change.worker.roles), "+".join(change.roles)),
+                *(100 * now.prefill, 100 * now.decode),
+            )
+            change.worker.roles = change.roles
+            changed()

@@ -8,7 +8,7 @@ number. The number is a fencing token: whatever an earlier attempt still sends i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -365,8 +365,3 @@ class WorkQueue:
         tokens = self.waiting_tokens
         speed = sum(1 / worker.seconds_per_token for worker in workers if worker.seconds_per_token)
         return tokens / speed if speed else 0.0
-
-
-def loads(workers: Iterable[WorkerState]) -> Sequence[EngineStats]:
-    """Return the statistics of the workers; those of no engine if there is none."""
-    return [worker.stats for worker in workers] or [EngineStats()]

@@ -68,8 +68,13 @@ class FrontEnd:
         worker = self.worker(name, **hello)
         await until(lambda: any(isinstance(message, Welcome) for message in worker.received))
         worker.report(sequences=sequences)
-        await until(lambda: self.channel._connections[name].state.credits.sequences == sequences)
+        await until(lambda: self.credits(name) == sequences)
         return worker
+
+    def credits(self, name: str) -> int | None:
+        """Return for how many sequences a worker has asked; None if it has not joined."""
+        found = [one.credits.sequences for one in self.channel.workers if one.name == name]
+        return found[0] if found else None
 
     def add(self, name: str, **values: Any) -> None:
         sampling = values.pop("sampling", SamplingParams(seed=1))
@@ -555,7 +560,7 @@ async def test_roles_change_under_load(start: Start):
     for worker in front_end.channel.workers:
         worker.observe_prefill(10.0, 10)
     changed: list[int] = []
-    front_end.channel.on_workers(lambda: changed.append(1))
+    front_end.channel.connections.on_change(lambda: changed.append(1))
     front_end.add("a", prompt=[*range(300)])
     await until(lambda: changed)
     assert [worker.roles for worker in front_end.channel.workers].count(PREFILL) == 2

@@ -85,7 +85,7 @@ class ClusterMetrics:
         ]
         self._unwatch_worker: dict[tuple[WorkerState, Roles], list[Callable[[], None]]] = {}
         self.update()
-        channel.on_workers(self.update)
+        channel.connections.on_change(self.update)
 
     def update(self) -> None:
         """Add the values of workers that have joined or changed their roles, and remove those of others."""
