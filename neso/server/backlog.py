@@ -12,6 +12,12 @@ OVERFLOW_FACTOR = 16
 """Multiple of the limit above which the request of a producer that cannot wait is cancelled."""
 OVERFLOW_WAIT = 1.0
 """Seconds that the event loop of a model waits for a client before its request is cancelled."""
+DEFAULT_CALL_LIMIT = 64 << 20
+"""The same as `DEFAULT_LIMIT`, for a call by another model."""
+CALL_OVERFLOW_SLACK = 16 << 20
+"""Bytes above the limit that a call by another model may exceed at least: a process sends on until it hears of it."""
+DEFAULT_CALL_TIMEOUT = 60.0
+"""Seconds that a producer waits for a model that calls it and takes none of the responses."""
 
 
 class Backlog:
@@ -21,10 +27,11 @@ class Backlog:
     that cannot wait is cancelled when the backlog is `overflowing`. One response can be larger than either bound.
     """
 
-    __slots__ = ("_closed", "_lock", "_size", "_waiting", "limit")
+    __slots__ = ("_closed", "_lock", "_size", "_waiting", "limit", "overflow_limit")
 
-    def __init__(self, limit: int = DEFAULT_LIMIT) -> None:
+    def __init__(self, limit: int = DEFAULT_LIMIT, overflow_limit: int | None = None) -> None:
         self.limit = limit
+        self.overflow_limit = overflow_limit or OVERFLOW_FACTOR * limit
         self._size = 0
         self._closed = False
         self._lock = threading.Lock()
@@ -35,12 +42,17 @@ class Backlog:
         return self._size >= self.limit and not self._closed
 
     @property
+    def delays(self) -> bool:
+        """Whether the backlog is full and a producer waits."""
+        return self.full and bool(self._waiting)
+
+    @property
     def overflowing(self) -> bool:
         return self.overflows(0)
 
     def overflows(self, last: int) -> bool:
         """Whether the backlog is overflowing without the last response, of `last` bytes."""
-        return self._size - last >= OVERFLOW_FACTOR * self.limit and not self._closed
+        return self._size - last >= self.overflow_limit and not self._closed
 
     def add(self, size: int) -> None:
         """Account for a response that waits for the consumer."""

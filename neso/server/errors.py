@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from enum import Enum
 
 
@@ -36,6 +37,13 @@ class ServerError(Exception):
         self.message = message
         if code is not None:
             self.code = code
+
+    def with_message(self, message: str) -> ServerError:
+        """Return an error of the same class with another message, and without traceback and cause."""
+        error = copy.copy(self)
+        error.message = message
+        error.args = (message,)
+        return error
 
 
 class UnknownError(ServerError):
@@ -98,6 +106,9 @@ _CLASSES: dict[ErrorCode, type[ServerError]] = {
         Cancelled,
     )
 }
+
+_ALL: tuple[type[ServerError], ...] = (ServerError, *_CLASSES.values(), Overloaded, Restarting)
+CLASSES_BY_NAME = {error.__name__: error for error in _ALL}
 
 
 def as_server_error(error: Exception) -> ServerError:

@@ -105,6 +105,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
 
     __slots__ = (
         "_drained",
+        "_frees",
         "_held",
         "_on_response",
         "_responses",
@@ -139,6 +140,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self._responses: deque[InferenceResponse] | None = None  # created when the first response is buffered
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[InferenceResponse], None] | None = None
+        self._frees = True
         self.on_close: Callable[[], None] | None = None
         self._held: list[InferenceResponse] | None = None
         self.closed = False
@@ -183,17 +185,19 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
             response.backlog_size = response.size
             backlog.add(response.backlog_size)
 
-    def consume(self, sink: Callable[[InferenceResponse], None]) -> None:
+    def consume(self, sink: Callable[[InferenceResponse], None], *, frees: bool = True) -> None:
         """Call `sink` with each response instead of iterating. Buffered responses are passed to it immediately.
 
-        Avoids a task, and an event-loop iteration per response. `sink` must not raise.
+        Avoids a task, and an event-loop iteration per response. `sink` must not raise. With `frees` set to False, the
+        caller removes the responses from the backlog itself.
         """
         self._sink = sink
+        self._frees = frees
         while self._responses:
             response = self._responses.popleft()
             if response.final:
                 self._sink = None  # breaks the reference cycle
-            if response.backlog_size:
+            if response.backlog_size and frees:
                 self._take(response)
             sink(response)
 
@@ -245,6 +249,13 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
             self._close_backlog()
             self.request.cancel()
 
+    def abort(self, error: ServerError) -> None:
+        """Close the stream with an error response and cancel the execution of the request."""
+        stop = self.request.begin_cancel()
+        self.fail(error)
+        for callback in stop:
+            callback()
+
     def begin_generation(self, request: GenerationRequest | None) -> None:
         """Mark this as a text-generation request, which affects its response times and its trace.
 
@@ -271,7 +282,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         if sink is not None:
             if response.final:
                 self._sink = None  # breaks the reference cycle
-            if response.backlog_size:
+            if response.backlog_size and self._frees:
                 self._take(response)
             sink(response)
             return
@@ -295,10 +306,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
                 "request '%s' of model '%s' is cancelled: its client does not read the responses",
                 *(self.request.id, self.request.model_name),
             )
-            stop = self.request.begin_cancel()
-            self.fail(Unavailable("the client does not read the responses, the request is cancelled"))
-            for callback in stop:
-                callback()
+            self.abort(Unavailable("the client does not read the responses, the request is cancelled"))
         elif not response.backlog_size:
             response.backlog_size = response.size
             backlog.add(response.backlog_size)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from neso.flags import LEVEL, PATH_OR_URI, SWITCH, Flag, FlagGroup, integer, number
 from neso.server.admission import AdmissionLimits
-from neso.server.backlog import DEFAULT_LIMIT
+from neso.server.backlog import DEFAULT_CALL_LIMIT, DEFAULT_CALL_TIMEOUT, DEFAULT_LIMIT
 from neso.server.cache_options import RedisOptions
 from neso.server.errors import InvalidArgument
 from neso.server.metrics.config import MetricsConfig
@@ -260,6 +260,26 @@ class ServerOptions:
             topic="Limits",
         ),
     ] = DEFAULT_LIMIT
+    max_call_backlog: Annotated[
+        int,
+        Flag(
+            "max-call-backlog",
+            "Bytes of responses of a decoupled BLS call that wait for the calling model before the called model waits; "
+            "at twice as many the call is cancelled.",
+            integer(1 << 20),
+            topic="Limits",
+        ),
+    ] = DEFAULT_CALL_LIMIT
+    call_backlog_timeout: Annotated[
+        float,
+        Flag(
+            "call-backlog-timeout-secs",
+            "Time that a called model waits for the model that called it, which takes none of the responses, before "
+            "the call is cancelled.",
+            number(0.1),
+            topic="Limits",
+        ),
+    ] = DEFAULT_CALL_TIMEOUT
     rate_limit: Annotated[
         RateLimitMode,
         Flag(
@@ -306,6 +326,8 @@ class ServerOptions:
             ("model_load_thread_count", self.model_load_thread_count, 1),
             ("model_load_retry_count", self.model_load_retry_count, 0),
             ("max_response_backlog", self.max_response_backlog, 1),
+            ("max_call_backlog", self.max_call_backlog, 1 << 20),
+            ("call_backlog_timeout", self.call_backlog_timeout, 0.1),
         ):
             if not value >= minimum:
                 raise InvalidArgument(f"{name} must be at least {minimum}, got {value}")

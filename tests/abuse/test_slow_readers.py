@@ -49,6 +49,28 @@ MODELS = {
     "flood_async": (CONFIG, "async def"),
     "flood_process": (CONFIG + OWN_PROCESS, "def"),
 }
+# Passes on the responses of the model `flood`.
+FORWARD = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            call = pb_utils.InferenceRequest(
+                model_name="flood", inputs=request.inputs(), requested_output_names=["OUT"]
+            )
+            responses = call.exec(decoupled=True)
+            for response in responses:
+                if sender.is_cancelled():
+                    responses.cancel()
+                    break
+                if response.has_error() or response.output_tensors():
+                    sender.send(pb_utils.InferenceResponse(response.output_tensors(), response.error()))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+FORWARDING = {"forward": CONFIG, "forward_process": CONFIG + OWN_PROCESS}
+CALL_BACKLOG_MIB = 16
 NUM_RESPONSES = 4000  # 250 MiB per request
 
 
@@ -57,6 +79,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]
     repository = tmp_path_factory.mktemp("repository")
     for name, (config, kind) in MODELS.items():
         write_python_model(repository, name, config, FLOOD.format(kind=kind))
+    for name, config in FORWARDING.items():
+        write_python_model(repository, name, config, FORWARD)
     large = f'parameters {{ key: "large" value {{ string_value: "{"x" * MIB}" }} }}\n'
     write_python_model(repository, "large", CONFIG + large, FLOOD.format(kind="def"))
     (repository / "pilot" / "1").mkdir(parents=True)
@@ -65,6 +89,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]
     flags = (
         f"--http-write-timeout-secs={WRITE_TIMEOUT}",
         f"--grpc-write-timeout={int(WRITE_TIMEOUT * 1000)}",
+        f"--max-call-backlog={CALL_BACKLOG_MIB * MIB}",
     )
     with AttackedServer(*flags, repository=repository) as server:
         yield server
@@ -121,6 +146,22 @@ def test_event_streams_of_a_decoupled_model(server: AttackedServer, model: str) 
             time.sleep(3 * WRITE_TIMEOUT)
 
     server.attack(event_streams_without_reading, f"event streams of {model}").check(limit_mib=4 * 16)
+    assert_serves(server, model)
+
+
+@pytest.mark.parametrize("model", FORWARDING)
+def test_event_streams_of_a_model_that_passes_on_responses(server: AttackedServer, model: str) -> None:
+    def event_streams_without_reading() -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                connection = stack.enter_context(connect(server))
+                connection.sendall(post(f"/v2/models/{model}/generate_stream", {"IN": [NUM_RESPONSES]}))
+            time.sleep(3 * WRITE_TIMEOUT)
+
+    # Responses that wait for the calling model, and those that it keeps for a second loop. The shared memory of a
+    # process counts in both processes, and strings are copied from it.
+    limit_mib = 4 * (CALL_BACKLOG_MIB + 16) * (3 if model == "forward_process" else 1)
+    server.attack(event_streams_without_reading, f"event streams of {model}").check(limit_mib)
     assert_serves(server, model)
 
 

@@ -18,6 +18,7 @@ _CODES = {
     6: ErrorCode.ALREADY_EXISTS,
     7: ErrorCode.CANCELLED,
 }
+_NUMBERS = {code: number for number, code in _CODES.items()}
 
 
 logger = logging.getLogger(__name__)
@@ -26,10 +27,10 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class _Message(str):
-    """The message of a called model's error, with the error's code."""
+    """The message of a called model's error, with the error."""
 
-    __slots__ = ("code",)
-    code: int
+    __slots__ = ("error",)
+    error: ServerError
 
 
 class TritonError:
@@ -37,6 +38,8 @@ class TritonError:
 
     Some models send a traceback. It is logged; the message is that of the exception, because a traceback shows the
     server's paths. If the exception reports the error of a called model, the code is that error's.
+
+    An error of a called model that is passed on keeps its class, for example "retry after a second".
     """
 
     UNKNOWN = 0
@@ -55,6 +58,7 @@ class TritonError:
             )
         self._message = message if isinstance(message, str) else str(message)
         self._code = code
+        self._source: ServerError | None = None
         if self._message.startswith(_TRACEBACK):
             self._drop_traceback()
 
@@ -67,7 +71,8 @@ class TritonError:
         self._message = describe(error)
         of_called_model = error.args[0] if error.args else None
         if isinstance(of_called_model, _Message) and self._code == self.INTERNAL:
-            self._code = of_called_model.code
+            self._source = of_called_model.error
+            self._code = _NUMBERS[self._source.code]
 
     def message(self) -> str:
         return self._message
@@ -81,13 +86,18 @@ class TritonError:
     @classmethod
     def from_server(cls, error: ServerError) -> TritonError:
         """Convert an error of the server."""
-        message = _Message(error.message)
-        message.code = next(number for number, code in _CODES.items() if code is error.code)
-        return cls(message, message.code)
+        source = error.with_message(error.message)
+        message = _Message(source.message)
+        message.error = source
+        converted = cls(message, _NUMBERS[source.code])
+        converted._source = source
+        return converted
 
     def to_server(self) -> ServerError:
         """Convert to an error of the server."""
-        return ServerError(self._message, _CODES.get(self._code, ErrorCode.INTERNAL))
+        if self._source is not None:
+            return self._source.with_message(self._message)
+        return ServerError(self._message, _CODES[self._code])
 
 
 class TritonModelException(Exception):

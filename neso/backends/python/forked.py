@@ -24,7 +24,7 @@ from neso.backends.python.server_access import (
     replace_access,
     thread_access,
 )
-from neso.server.errors import ErrorCode, InternalError, ServerError, Unavailable
+from neso.server.errors import InternalError, Unavailable
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
 
@@ -106,7 +106,8 @@ class Relay:
             response = responses.get()
             final = response.final
             self._send(
-                "response", number, response.outputs, response.parameters, _pack(response.error), final
+                *("response", number, response.outputs, response.parameters, response.error),
+                *(final, response.backlog_size),
             )
         self._calls.pop(number, None)
 
@@ -114,6 +115,11 @@ class Relay:
         call = self._calls.get(number)
         if call is not None:
             call.cancel()
+
+    def _taken(self, number: int, size: int) -> None:
+        call = self._calls.get(number)
+        if call is not None:
+            call.taken(size)
 
     def _query(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         try:
@@ -196,9 +202,9 @@ class ForkedAccess(ServerAccess):
                     else:
                         answer.set_exception(TritonModelException(error))
                 else:
-                    outputs, parameters, error, final = values
+                    outputs, parameters, error, final, size = values
                     response = InferenceResponse(
-                        "", "", "", outputs, parameters, None if error is None else _unpack(error), final
+                        "", "", "", outputs, parameters, error, final, backlog_size=size
                     )
                     (self._calls.pop if final else self._calls.__getitem__)(number)(response)
         except (EOFError, OSError):
@@ -223,10 +229,5 @@ class ForkedCall:
     def cancel(self) -> None:
         self._access.send("cancel", self._number)
 
-
-def _pack(error: ServerError | None) -> tuple[str, str] | None:
-    return None if error is None else (error.message, error.code.value)
-
-
-def _unpack(error: tuple[str, str]) -> ServerError:
-    return ServerError(error[0], ErrorCode(error[1]))
+    def taken(self, size: int) -> None:
+        self._access.send("taken", self._number, size)

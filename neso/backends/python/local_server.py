@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from neso.backends.python.errors import TritonModelException
 from neso.backends.python.server_access import Deliver, LoopCalls, ServerAccess
-from neso.server.errors import InternalError, ServerError
+from neso.server.backlog import CALL_OVERFLOW_SLACK, Backlog
+from neso.server.errors import InternalError, ServerError, Unavailable
 from neso.server.import_turn import import_turn
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
@@ -74,7 +75,12 @@ class LocalServer(ServerAccess):
 
 
 class ModelCall:
-    """A BLS call. `deliver` is called with each response, on the core's event loop; the last response is final."""
+    """A BLS call. `deliver` is called with each response, on the core's event loop; the last response is final.
+
+    The called model waits while `max_call_backlog` bytes of responses of a decoupled call wait for the calling model.
+    Models that call each other could wait for each other forever. Therefore the call fails if the calling model takes
+    no response for `call_backlog_timeout` seconds meanwhile.
+    """
 
     def __init__(
         self, access: LocalServer, request: InferenceRequest, decoupled: bool, deliver: Deliver
@@ -82,10 +88,20 @@ class ModelCall:
         self._access, self._request, self._decoupled, self._deliver = access, request, decoupled, deliver
         self._stream: ResponseStream | None = None
         self._cancelled = False
+        options = access.core.options
+        limit = options.max_call_backlog
+        self._backlog = Backlog(limit, limit + max(limit, CALL_OVERFLOW_SLACK))
+        self._timeout = options.call_backlog_timeout
+        self._taken_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     def cancel(self) -> None:
         """Cancel the request. Thread-safe."""
         self._access.calls.post(self._cancel)
+
+    def taken(self, size: int) -> None:
+        """Account for responses of `size` bytes that the calling model has taken. Thread-safe."""
+        self._access.calls.post(self._taken, size)
 
     def start(self) -> None:
         """Submit the request. Must be called on the core's event loop."""
@@ -98,12 +114,12 @@ class ModelCall:
                     "'async_exec' calls for decoupled models.'"
                 )
             self._request.client = ""
+            if self._decoupled:
+                self._request.backlog = self._backlog
             self._stream = model.submit(self._request)
         except ServerError as error:
             name = self._request.model_name
-            self._fail(
-                ServerError(f"Model {name} - Error when running inference: {error.message}", error.code)
-            )
+            self._fail(error.with_message(f"Model {name} - Error when running inference: {error.message}"))
             return
         except Exception as error:
             # The calling model waits for a response, so send it the error.
@@ -112,12 +128,57 @@ class ModelCall:
             return
         if self._cancelled:
             self._stream.cancel()
-        self._stream.consume(self._deliver)
+        self._stream.consume(self._receive, frees=False)
+
+    def _receive(self, response: InferenceResponse) -> None:
+        if response.final:
+            self._close_backlog()
+        elif self._decoupled:
+            if not response.backlog_size:  # responses of threads are counted when they are made
+                response.backlog_size = response.size
+                self._backlog.add(response.backlog_size)
+            if self._backlog.overflows(response.backlog_size):
+                self._abort()
+                return
+            if self._timer is None and self._backlog.full:
+                self._taken_at = self._access.loop.time()
+                self._timer = self._access.loop.call_later(self._timeout, self._check_progress)
+        self._deliver(response)
+
+    def _taken(self, size: int) -> None:
+        self._taken_at = self._access.loop.time()
+        self._backlog.remove(size)
+
+    def _check_progress(self) -> None:
+        """Fail the call if the called model has waited too long. Otherwise check again while the backlog is full."""
+        self._timer = None
+        left = self._taken_at + self._timeout - self._access.loop.time()
+        if self._backlog.delays and left <= 0:
+            self._abort()
+        elif self._backlog.full:
+            self._timer = self._access.loop.call_later(
+                left if left > 0 else self._timeout, self._check_progress
+            )
+
+    def _abort(self) -> None:
+        assert self._stream is not None
+        name = self._request.model_name
+        logger.warning("a call of model '%s' is cancelled: its responses are not read", name)
+        self._stream.abort(
+            Unavailable(f"the responses of the call of model '{name}' are not read, it is cancelled")
+        )
+
+    def _close_backlog(self) -> None:
+        self._backlog.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _fail(self, error: ServerError) -> None:
         self._deliver(InferenceResponse("", "", error=error, final=True))
 
     def _cancel(self) -> None:
         self._cancelled = True
+        self._close_backlog()
         if self._stream is not None:
             self._stream.cancel()

@@ -22,6 +22,11 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 
+MAX_KEPT_BYTES = 16 << 20
+"""Size of the responses of a call up to which a second loop over them is possible."""
+TAKEN_BYTES = 64 << 10
+"""Size of responses that are reported together as taken. Less than the smallest `max_call_backlog`."""
+
 
 class InferenceRequest:
     """A request passed to `execute`, or created by a model for a BLS call.
@@ -195,7 +200,7 @@ class ResponseIterator:
     """Iterator over the responses of a BLS call. The last response can be empty (final flag only).
 
     `next` blocks. `anext` works on the event loop of `loop_calls`. As in Triton, a loop continues where the one before
-    was left, or starts again if all responses have been returned; they are kept for this.
+    was left, or starts again if all responses have been returned; they are kept for this up to `MAX_KEPT_BYTES`.
     """
 
     def __init__(
@@ -210,6 +215,8 @@ class ResponseIterator:
         self._arrived = asyncio.Event()
         self._received: list[InferenceResponse] = []
         self._position = 0  # in the responses received
+        self._kept_bytes = 0
+        self._untold_bytes = 0  # taken, and not yet reported
         self._ended = False
         self._call = access.call(request, decoupled, self._deliver)
 
@@ -257,7 +264,15 @@ class ResponseIterator:
 
     def _receive(self, response: ServerResponse) -> None:
         self._ended = response.final
+        self._kept_bytes += response.backlog_size
+        self._untold_bytes += response.backlog_size
+        if self._kept_bytes > MAX_KEPT_BYTES:
+            self._received.clear()
+            self._position = 0
         self._received.append(_response_from_server(response))
+        if self._untold_bytes >= TAKEN_BYTES and not self._ended:
+            self._call.taken(self._untold_bytes)
+            self._untold_bytes = 0
 
     def _take(self) -> InferenceResponse:
         self._position += 1
@@ -267,8 +282,13 @@ class ResponseIterator:
         return self._ended and self._position == len(self._received)
 
     def _start_again_at_end(self) -> None:
-        if self._at_end():
-            self._position = 0
+        if not self._at_end():
+            return
+        if self._kept_bytes > MAX_KEPT_BYTES:
+            raise TritonModelException(
+                f"responses of more than {MAX_KEPT_BYTES >> 20} MiB can only be iterated once: keep those needed again"
+            )
+        self._position = 0
 
 
 def _response_from_server(response: ServerResponse) -> InferenceResponse:

@@ -30,6 +30,9 @@ class Call(Protocol):
     def cancel(self) -> None:
         """Cancel the request. Thread-safe."""
 
+    def taken(self, size: int) -> None:
+        """Account for responses whose `backlog_size` is `size` in total, taken by the calling model. Thread-safe."""
+
 
 class MetricHandle(Protocol):
     """A metric of the server. Methods raise `ServerError` if the metric's kind does not support them."""
@@ -64,6 +67,7 @@ class ServerAccess(ABC):
     def call(self, request: InferenceRequest, decoupled: bool, deliver: Deliver) -> Call:
         """Execute a request on another model. `deliver` gets each response, in any thread; the last one is final.
 
+        Responses with a `backlog_size` must be reported to `Call.taken`.
         Errors of the request are delivered as a response. Raises `TritonModelException` if the server has stopped.
         """
 

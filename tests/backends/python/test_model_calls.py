@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from core_requests import collect, send_request
-from eventually import until
+from eventually import standstill, until
 from repository_builder import IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS, SLOW, RepositoryBuilder
 
 from neso.server.core import Core
-from neso.server.errors import ErrorCode
+from neso.server.errors import ErrorCode, Overloaded
 from neso.server.options import ModelControlMode, ServerOptions
 
 HEAD = """
 import asyncio, threading, time
+from pathlib import Path
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -25,6 +26,10 @@ def call(model, name="IN", value=(1,), kind=np.float32, **options):
     return pb_utils.InferenceRequest(
         model_name=model, requested_output_names=["OUT"],
         inputs=[pb_utils.Tensor(name, np.array(value, kind))], **options)
+
+def wait_for_go():
+    while not (Path(pb_utils.get_model_dir()) / "go").exists():
+        time.sleep(0.01)
 
 def answer(*values):
     return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array(values, np.float32))])
@@ -46,6 +51,28 @@ class TritonPythonModel:
         ]
 """
 
+FLOOD = """
+import pathlib
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+SENT = pathlib.Path(__file__).with_name("sent")
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for number in range(int(request.inputs()[0].as_numpy()[0])):
+                if sender.is_cancelled():
+                    break
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.full(50_000, number, np.int32))]))
+                SENT.write_text(str(number + 1))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+"""Sends COUNT responses of 200 KB, and writes the number of sent responses to a file."""
+
+FLOOD_TENSORS = REPEAT_TENSORS.replace("dims: [ 1 ] }\nmodel", "dims: [ -1 ] }\nmodel")
+
 PAIRS = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -66,15 +93,21 @@ class TritonPythonModel:
 
 @pytest.fixture
 async def serve(tmp_path: Path, python_options):
-    """`await serve(code, decoupled=False)` returns the core; `code` is that of the model "caller"."""
+    """`await serve(code, decoupled=False)` returns the core; `code` is that of the model "caller".
+
+    `flood`: code of a model "flood" with tensors as `FLOOD`, served instead of the other models.
+    """
     cores: list[Core] = []
 
-    async def start(code: str, decoupled: bool = False, **options: Any) -> Core:
+    async def start(code: str, decoupled: bool = False, flood: str = "", **options: Any) -> Core:
         repository = RepositoryBuilder(tmp_path / f"models{len(cores)}")
-        repository.add("double", DOUBLE)
-        repository.add("repeat", REPEAT, REPEAT_TENSORS)
-        repository.add("slow", SLOW)
-        repository.add("pairs", PAIRS, REPEAT_TENSORS)
+        if flood:
+            repository.add("flood", flood, FLOOD_TENSORS)
+        else:
+            repository.add("double", DOUBLE)
+            repository.add("repeat", REPEAT, REPEAT_TENSORS)
+            repository.add("slow", SLOW)
+            repository.add("pairs", PAIRS, REPEAT_TENSORS)
         policy = "model_transaction_policy { decoupled: true }" if decoupled else ""
         repository.add("caller", HEAD + code, IDENTITY_TENSORS + policy)
         core = Core(
@@ -313,6 +346,106 @@ def try_to_call(number):
         return "can only be called in the threads that run the model" in error.message()
 """)
     assert await outcome(core) == [1]
+
+
+def flooded(core: Core) -> int:
+    """Return the number of responses that the model "flood" has sent."""
+    file = core.model("flood").version_directory / "sent"
+    return int(file.read_text() or 0) if file.exists() else 0
+
+
+async def test_called_model_waits_for_the_calling_model(serve):
+    core = await serve(
+        """
+    def execute(self, requests):
+        responses = call("flood", "COUNT", [100], np.int32).exec(decoupled=True)
+        wait_for_go()
+        return [answer(*(v for r in responses for t in r.output_tensors() for v in t.as_numpy()[:1]))]
+""",
+        flood=FLOOD,
+        max_call_backlog=1 << 20,
+    )
+    result = asyncio.ensure_future(outcome(core))
+    await until(lambda: flooded(core))
+    assert await standstill(lambda: flooded(core), 100) < 20
+    (core.model("caller").version_directory / "go").touch()
+    assert await result == list(range(100))
+
+
+async def test_models_that_wait_for_each_other_continue(serve):
+    """The only instance of "flood" waits for the caller, which waits for its own second call of "flood"."""
+    core = await serve(
+        """
+    def execute(self, requests):
+        first = call("flood", "COUNT", [100], np.int32).exec(decoupled=True)
+        next(first)
+        second = list(call("flood", "COUNT", [3], np.int32).exec(decoupled=True))
+        first = list(first)
+        assert "are not read" in first[-1].error().message(), first[-1].error()
+        return [answer(first[-1].error().code(), len(first) < 20, *(len(r.output_tensors()) for r in second))]
+""",
+        flood=FLOOD,
+        max_call_backlog=1 << 20,
+        call_backlog_timeout=0.5,
+    )
+    assert await outcome(core) == [4, 1, 1, 1, 1, 0]
+    await until(lambda: not core.model("flood").in_flight_count)
+
+
+async def test_coroutines_of_a_called_model_cannot_wait(serve):
+    """Their call is cancelled when much more than the limit waits."""
+    core = await serve(
+        """
+    def execute(self, requests):
+        responses = call("flood", "COUNT", [300], np.int32).exec(decoupled=True)
+        wait_for_go()
+        received = list(responses)
+        return [answer(received[-1].error().code(), len(received) < 200)]
+""",
+        flood=FLOOD.replace("def execute", "async def execute"),
+        max_call_backlog=1 << 20,
+    )
+    result = asyncio.ensure_future(outcome(core))
+    called = core.model("flood")
+    await until(lambda: called.in_flight_count)
+    await until(lambda: not called.in_flight_count)
+    (core.model("caller").version_directory / "go").touch()
+    assert await result == [4, 1]
+
+
+async def test_second_loop_over_large_responses_is_an_error(serve):
+    core = await serve(
+        """
+    def execute(self, requests):
+        responses = call("flood", "COUNT", [100], np.int32).exec(decoupled=True)
+        count = sum(len(response.output_tensors()) for response in responses)
+        try:
+            list(responses)
+        except pb_utils.TritonModelException as error:
+            assert "can only be iterated once" in error.message()
+            return [answer(count)]
+""",
+        flood=FLOOD,
+    )
+    assert await outcome(core) == [100]
+
+
+async def test_errors_keep_their_class_and_retry_after(serve, monkeypatch):
+    core = await serve("""
+    def execute(self, requests):
+        error = call("double").exec().error()
+        return [pb_utils.InferenceResponse(error=error)]
+""")
+
+    def submit(request):
+        error = Overloaded("busy")
+        error.retry_after = 7
+        raise error
+
+    monkeypatch.setattr(core.model("double"), "submit", submit)
+    (response,) = await collect(send_request(core.model("caller"), IN=np.ones(1, np.float32)))
+    assert isinstance(response.error, Overloaded)
+    assert response.error.retry_after == 7 and "busy" in response.error.message
 
 
 async def test_cancelling_a_call(serve):

@@ -20,6 +20,7 @@ import numpy as np
 from neso.backends.python.process import messages
 from neso.backends.python.process.messages import (
     MESSAGES,
+    ErrorData,
     Log,
     Message,
     RequestData,
@@ -29,7 +30,7 @@ from neso.backends.python.process.messages import (
 )
 from neso.backends.python.process.shared_memory import Arena, ArenaReader
 from neso.backends.python.response import RequestTrace
-from neso.server.errors import ErrorCode, InternalError, ServerError
+from neso.server.errors import CLASSES_BY_NAME, InternalError, ServerError, Unavailable
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.inference_response import InferenceResponse
 from neso.server.log.settings import FIELDS
@@ -190,12 +191,16 @@ class MessageCodec:
         )
 
 
-def pack_error(error: ServerError) -> tuple[str, str]:
-    return str(error.message), error.code.value
+def pack_error(error: ServerError) -> ErrorData:
+    kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in CLASSES_BY_NAME)
+    return ErrorData(str(error.message), kind, error.retry_after if isinstance(error, Unavailable) else 0)
 
 
-def unpack_error(error: tuple[str, str]) -> ServerError:
-    return ServerError(error[0], ErrorCode(error[1]))
+def unpack_error(data: ErrorData) -> ServerError:
+    error = CLASSES_BY_NAME[data.kind](data.message)
+    if isinstance(error, Unavailable):
+        error.retry_after = data.retry_after
+    return error
 
 
 def payload_size(tensors: Iterable[Tensor]) -> int:

@@ -60,12 +60,20 @@ class RequestData(NamedTuple):
     trace: TraceData | None
 
 
+class ErrorData(NamedTuple):
+    """A `ServerError`. `kind`: name of its class; `retry_after`: see `Unavailable`."""
+
+    message: str
+    kind: str
+    retry_after: int
+
+
 class ResponseData(NamedTuple):
-    """Fields of the server's `InferenceResponse`. `error`: message and code."""
+    """Fields of the server's `InferenceResponse`."""
 
     outputs: tuple[TensorData, ...]
     parameters: Parameters
-    error: tuple[str, str] | None
+    error: ErrorData | None
     final: bool
     created_ns: int
 
@@ -127,10 +135,11 @@ class Resume(NamedTuple):
 
 
 class CallResponse(NamedTuple):
-    """A response to a `Call`."""
+    """A response to a `Call`. `size`: bytes that it takes in the backlog of the call."""
 
     call: int
     response: ResponseData
+    size: int = 0
 
 
 class CheckReady(NamedTuple):
@@ -206,6 +215,13 @@ class CancelCall(NamedTuple):
     call: int
 
 
+class TakenOfCall(NamedTuple):
+    """The model has taken responses of a `Call`, of `size` bytes."""
+
+    call: int
+    size: int
+
+
 class Query(NamedTuple):
     """Any other call to the server. Answered by `Reply`. `method`: see `ServerRequestHandler`."""
 
@@ -243,7 +259,7 @@ class Reply(NamedTuple):
 
     query: int
     value: Any = None
-    error: tuple[str, str] | None = None
+    error: ErrorData | None = None
 
 
 class Release(NamedTuple):
@@ -254,17 +270,17 @@ class Release(NamedTuple):
 
 Message = (
     Initialize | AutoComplete | Execute | Cancel | Pause | Resume | CallResponse | CheckReady | Stop
-    | Hello | Started | AutoCompleted | Respond | Reschedule | Executed | WorkDone | Call | CancelCall | Query
-    | DropHandle | Log | Finalized | Reply | Release
+    | Hello | Started | AutoCompleted | Respond | Reschedule | Executed | WorkDone | Call | CancelCall | TakenOfCall
+    | Query | DropHandle | Log | Finalized | Reply | Release
 )  # fmt: skip
 
 MESSAGES = {
     kind.__name__: kind
     for kind in (
-        Block, TensorData, TraceData, RequestData, ResponseData,
+        Block, TensorData, TraceData, RequestData, ErrorData, ResponseData,
         Initialize, AutoComplete, Execute, Cancel, Pause, Resume, CallResponse, CheckReady, Stop,
-        Hello, Started, AutoCompleted, Respond, Reschedule, Executed, WorkDone, Call, CancelCall, Query, DropHandle,
-        Log, Finalized, Reply, Release,
+        Hello, Started, AutoCompleted, Respond, Reschedule, Executed, WorkDone, Call, CancelCall, TakenOfCall, Query,
+        DropHandle, Log, Finalized, Reply, Release,
     )
 }  # fmt: skip
 """Classes that the unpickler is allowed to instantiate."""

@@ -24,6 +24,7 @@ from neso.backends.python.process.messages import (
     Query,
     Release,
     Reply,
+    TakenOfCall,
 )
 from neso.backends.python.process.shared_memory import Arena
 from neso.backends.python.server_access import Deliver, ServerAccess
@@ -127,9 +128,11 @@ class RemoteServer(ServerAccess):
                     future.set_result(value)
                 else:
                     future.set_exception(unpack_error(error))
-            case CallResponse(call, response):
-                deliver = self._calls.pop(call) if response.final else self._calls[call]
-                deliver(self._channel.codec.unpack_response(response))
+            case CallResponse(call, data, size):
+                deliver = self._calls.pop(call) if data.final else self._calls[call]
+                response = self._channel.codec.unpack_response(data)
+                response.backlog_size = size
+                deliver(response)
 
     def call(self, request: InferenceRequest, decoupled: bool, deliver: Deliver) -> RemoteCall:
         number = next(self._numbers)
@@ -189,6 +192,9 @@ class RemoteCall:
 
     def cancel(self) -> None:
         self._channel.send(CancelCall(self._number))
+
+    def taken(self, size: int) -> None:
+        self._channel.send(TakenOfCall(self._number, size))
 
 
 class _RemoteHandle:

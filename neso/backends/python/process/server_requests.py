@@ -17,6 +17,7 @@ from neso.backends.python.process.messages import (
     Message,
     Query,
     Reply,
+    TakenOfCall,
 )
 from neso.backends.python.process.model_process import ModelProcess
 from neso.server.errors import InternalError, ServerError
@@ -67,6 +68,9 @@ class ServerRequestHandler:
             case CancelCall(number):
                 if (call := self._calls.get(number)) is not None:
                     call.cancel()
+            case TakenOfCall(number, size):
+                if (call := self._calls.get(number)) is not None:
+                    call.taken(size)
             case Query():
                 self._query(message)
             case DropHandle(handle):
@@ -86,12 +90,16 @@ class ServerRequestHandler:
             if response.final:
                 self._calls.pop(message.call, None)
 
+            def pack(response: InferenceResponse) -> CallResponse:
+                return CallResponse(message.call, self._process.codec.pack_response(response), size)
+
             def failed(error: Exception) -> None:
                 failure = InferenceResponse("", "", error=InternalError(str(error)), final=response.final)
-                self._process.send(CallResponse(message.call, self._process.codec.pack_response(failure)))
+                self._process.send(pack(failure))
 
+            size = response.backlog_size
             self._process.send_tensors(
-                lambda: CallResponse(message.call, self._process.codec.pack_response(response)),
+                lambda: pack(response),
                 payload_size(response.outputs),
                 failed,
             )
