@@ -8,19 +8,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from peer_server import machine
 
 import neso._native as _native
+from neso.engine.diagnostics import machine_speed
+from neso.engine.diagnostics.machine_speed import bandwidths, matmul_rate
 from neso.engine.host_resources import available_cores
-from neso.engine.runners.native.packing import INT8, Kind, Packer
 
-BUFFER_BYTES = 1 << 30
 SMOKE_BUFFER_BYTES = 1 << 22
 INTEGER = "native int8_dynamic"
 
@@ -69,63 +68,22 @@ class MachineLimits:
 
 
 def best_seconds(function: Callable[[], object], least: float = 0.4, runs: int = 4) -> float:
-    """Return the shortest duration of at least `runs` runs and at least `least` seconds, after a warm-up run.
-
-    Other processes of a shared machine can only increase the time.
-    """
-    function()
-    if _smoke:
-        least, runs = 0.0, 1
-    taken: list[float] = []
-    while len(taken) < runs or sum(taken) < least:
-        started = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - started)
-    return min(taken)
+    """Return the shortest duration, see `neso.engine.diagnostics.machine_speed`; of one run with smoke sizes."""
+    return machine_speed.best_seconds(function, 0.0 if _smoke else least, 1 if _smoke else runs)
 
 
 def measure(threads: int | None = None, isa: str | None = None) -> MachineLimits:
     """Measure the limits. Takes about ten seconds and 1 GB of memory."""
     threads = threads or available_cores()
     isa = isa or _native.default_isa()
-    rates = {f"native {kind}": _native_rate(kind, isa, threads) for kind in ("f32", "bf16", "int8_dynamic")}
+    size: dict[str, Any] = {"size": SMOKE_BUFFER_BYTES, "least": 0.0} if _smoke else {}
+    work: dict[str, Any] = {"operations": 0.0, "least": 0.0} if _smoke else {}
+    rates = {
+        f"native {kind}": matmul_rate(kind, isa, threads, **work) for kind in ("f32", "bf16", "int8_dynamic")
+    }
     if importlib.util.find_spec("torch") is not None and not _smoke:
         rates |= {f"torch {dtype}": _torch_rate(dtype, threads) for dtype in ("bfloat16", "float32")}
-    return MachineLimits(threads, _bandwidths(isa, threads), rates)
-
-
-def _bandwidths(isa: str, threads: int) -> dict[str, float]:
-    """Bandwidths of a plain sum and a product with one row: prefetching kernels can read faster than a sum."""
-    size = SMOKE_BUFFER_BYTES if _smoke else BUFFER_BYTES
-    buffer = _native.zero_pages(size)
-    buffer.fill(0)  # untouched pages all map to the same zero page, which stays in the cache
-    inputs = 1024
-    outputs = size // (4 * inputs)
-    matrix = _native.Matrix("f32", outputs, inputs, buffer)
-    x, out = np.ones((1, inputs), np.float32), np.empty((1, outputs), np.float32)
-    seconds = {
-        "sum": best_seconds(lambda: _native.read_memory(buffer, threads), least=1.0),
-        "product with a row": best_seconds(lambda: _native.matmul(matrix, x, out, isa, threads), least=1.0),
-    }
-    return {name: size / taken * 1e-9 for name, taken in seconds.items()}
-
-
-def _native_rate(kind: str, isa: str, threads: int) -> float:
-    """GFLOP/s of products whose operands fit the caches, the best of a few sizes."""
-    dynamic = kind == "int8_dynamic"
-    dense: Kind = "bf16" if kind == "bf16" else "f32"
-    packer = Packer(dense, INT8 if dynamic else None, dynamic, threads)
-    rng = np.random.default_rng(0)
-    best = 0.0
-    for rows, size in ((64, 512), (128, 512), (256, 1024)):
-        matrix = packer.pack([rng.standard_normal((size, size), np.float32)]).native()
-        x = rng.standard_normal((rows, size), np.float32)
-        out = np.empty((rows, size), np.float32)
-        flops = 2 * rows * size * size
-        repeats = 1 if _smoke else int(1 + 1e10 / flops)
-        seconds = best_seconds(lambda: _native.matmul(matrix, x, out, isa, threads, repeats))  # noqa: B023
-        best = max(best, repeats * flops / seconds * 1e-9)
-    return best
+    return MachineLimits(threads, bandwidths(isa, threads, **size), rates)
 
 
 def _torch_rate(dtype: str, threads: int, rows: int = 1024, size: int = 4096) -> float:

@@ -13,9 +13,12 @@ import typer
 
 from neso import __version__
 from neso.cli.build import build
+from neso.cli.chat import chat
 from neso.cli.cluster import cluster
+from neso.cli.doctor import doctor
 from neso.cli.flag_command import command_function
 from neso.cli.launch import LAUNCH_HELP, launch
+from neso.cli.models import models, pull
 from neso.cli.perf import perf
 from neso.cli.repo import repo
 from neso.cli.serve import SUMMARY, ServeCommand, serve_function
@@ -28,7 +31,6 @@ app = typer.Typer(
     name="neso",
     help="Inference server for large language models: Triton protocols, OpenAI API, own engine.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -50,6 +52,10 @@ def neso(
     """Options of `neso` itself."""
 
 
+app.command()(chat)
+app.command()(models)
+app.command()(pull)
+app.command()(doctor)
 app.command(help="Pack a model for the native runner, optionally quantized.")(build)
 app.command(help=LAUNCH_HELP, context_settings={"ignore_unknown_options": True})(launch)
 app.command("serve", cls=ServeCommand, help=SUMMARY)(serve_function())

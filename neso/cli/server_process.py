@@ -20,6 +20,7 @@ import uvloop
 from neso.cli.flag_values import OptionError
 from neso.cli.leader_mode import follow, lead
 from neso.cli.serve_options import ModelArgument, ServeOptions
+from neso.cli.throughput_log import log_throughput
 from neso.engine.parallel.launched_rank import launched_rank
 from neso.frontends import Frontend
 from neso.frontends.transport.http1 import AsgiApp, AsgiServer, BindError
@@ -128,7 +129,7 @@ async def _serve(options: ServeOptions, started: float) -> int:
         _add_checkpoint(core, model, options.engine)
     # The frontends are imported and started while the models load in their own processes.
     loading = asyncio.ensure_future(core.start())
-    trimming: asyncio.Future[None] | None = None
+    background: list[asyncio.Future[None]] = []
     frontends: dict[str, Frontend] = {}
     try:
         await asyncio.sleep(0)
@@ -145,7 +146,9 @@ async def _serve(options: ServeOptions, started: float) -> int:
             print("\n".join(f"neso: {reason}" for reason in failed), file=sys.stderr)
             return 1
         freeze_gc()
-        trimming = asyncio.ensure_future(trim_when_idle(lambda: core.admission.sequences > 0))
+        background.append(asyncio.ensure_future(trim_when_idle(lambda: core.admission.sequences > 0)))
+        if options.log.stats_interval:
+            background.append(asyncio.ensure_future(log_throughput(core, options.log.stats_interval)))
         show_ready(core, _ports(frontends), time.perf_counter() - started)
         await stopping.wait()
         if lost:
@@ -161,8 +164,8 @@ async def _serve(options: ServeOptions, started: float) -> int:
         return 1
     finally:
         loading.cancel()
-        if trimming is not None:
-            trimming.cancel()
+        for task in background:
+            task.cancel()
         await _stop(frontends, core, options.server.exit_timeout)
 
 

@@ -102,6 +102,14 @@ class LogOptions:
         Flag("log-format", "Format of log lines: Triton's default or ISO8601, or one JSON object per line."),
     ] = LogFormat.DEFAULT
     file: Annotated[str, Flag("log-file", "Log file.", metavar="FILE", default_text="standard error")] = ""
+    stats_interval: Annotated[
+        float,
+        Flag(
+            "log-stats-interval",
+            "Seconds between two log lines with the throughput of each language model that has requests. 0: none.",
+            number(0),
+        ),
+    ] = 10.0
 
 
 def _resource_limits(texts: Iterable[str]) -> tuple[ResourceLimit, ...]:
