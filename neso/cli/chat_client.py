@@ -6,7 +6,7 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,7 +97,7 @@ class ChatServer:
             except (ValueError, KeyError, TypeError):
                 raise ChatError(f"{self.base} is not an OpenAI API") from None
 
-    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the chunks of a chat completion. Closing the iterator cancels the request. Raises `ChatError`."""
         with closing(self._open("/chat/completions", body, STREAM_TIMEOUT)) as response:
             try:

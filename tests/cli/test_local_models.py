@@ -32,7 +32,10 @@ def cached_model(cache: Path, name: str, files: dict[str, str]) -> None:
 @pytest.mark.slow
 def test_shipped_and_cached_models_are_listed(tmp_path: Path) -> None:
     cache = tmp_path / "hub"
-    llama = {"config.json": json.dumps({"architectures": ["LlamaForCausalLM"]}), "model.safetensors": "x" * 999}
+    llama = {
+        "config.json": json.dumps({"architectures": ["LlamaForCausalLM"]}),
+        "model.safetensors": "x" * 999,
+    }
     cached_model(cache, "org/llama", llama)
     cached_model(cache, "org/bert", {"config.json": json.dumps({"architectures": ["BertModel"]})})
     cached_model(cache, "org/odd", {"config.json": "[]"})

@@ -17,12 +17,14 @@ from neso.engine.parallel.communicator import Communicator
 from neso.engine.parallel.sharding import Shard, open_tensors, shard_adapter, shard_of
 from neso.engine.pooling.pooler import PoolingPlan
 from neso.engine.runners.base import CacheLayout, Capability, Logits, PackedAdapter, SpecRunner
+from neso.engine.runners.loading_progress import show_progress
 from neso.engine.runners.native.packed_adapter import AdapterKind, NativeAdapter
 from neso.engine.runners.native.packed_decoder import (
     PackedDecoder,
     PackedExperts,
     PackedLayer,
     PackedMLP,
+    count_items,
     pack_items,
     read_engine,
 )
@@ -92,7 +94,8 @@ class NativeRunner(SpecRunner):
             weights = read_engine(shard.spec, source, options)
         else:
             items = pack_items(open_tensors(shard, source), options, threads)
-            weights = PackedDecoder.assemble(shard.spec, dict(items))
+            shown = show_progress(items, count_items(shard.spec), "packing weights")
+            weights = PackedDecoder.assemble(shard.spec, dict(shown))
         runner = cls(shard, weights, threads)
         if isinstance(source, EngineDirectory):
             threading.Thread(target=runner._move, args=(weights,), name="weights-mover", daemon=True).start()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from neso.engine.parallel.sharding import Shard, open_tensors
+from neso.engine.runners.loading_progress import show_progress
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.specs.decoder_spec import NORM_BIASES, NormRole, Role, model_shapes
 from neso.engine.weights.model_tensors import DecoderTensors
@@ -186,7 +187,9 @@ class WeightLoader:
             assert head is not None
             # Not quantized, because rounding errors directly affect the logits.
             lm_head = DenseLinear(head, self._vector("lm_head_bias") if spec.lm_head_bias else None)
-        layers = [self._layer(layer) for layer in range(spec.num_layers)]
+        layers = list(
+            show_progress(map(self._layer, range(spec.num_layers)), spec.num_layers, "loading layers")
+        )
         return DecoderWeights(self.dtype, embedding, positions, layers, final_norm, lm_head)
 
     def _layer(self, layer: int) -> LayerWeights:
