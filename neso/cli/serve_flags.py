@@ -113,6 +113,7 @@ COMMAND_FLAGS: dict[str, tuple[Flag, ...]] = {
             SWITCH,
         ),
     ),
+    "Stages (models of a repository on workers)": (),
     "Connections": (),
     "HTTP": (
         Flag("allow-http", "Enable the HTTP frontend.", BOOLEAN, True),

@@ -12,9 +12,13 @@ from typing import Any
 from neso.cli.flag_command import FlagCommand, help_text
 from neso.cli.flag_values import FlagValues, OptionError
 from neso.cli.serve_flags import ENGINE_CONFIG, ENGINE_FLAGS, LORA_MODULES, SPECULATIVE_CONFIG
-from neso.flags import Flag, number
+from neso.flags import Flag, declarations, flags_of, number
+from neso.server.options import ServerOptions
 
-SUMMARY = "Execute requests of a server on this host or another one: an engine that pulls work from the server's queue."
+SUMMARY = (
+    "Execute requests of a server on this host or another one: an engine, or with --stage a model of a repository, "
+    "that pulls work from the server's queue."
+)
 _MODEL = (
     "The checkpoint that the server serves: a directory or an org/name on the hub. Default: the small model that is "
     "part of the package."
@@ -23,9 +27,17 @@ _SERVER_ONLY = (
     *("data-parallel-size", "rank-address", "workers", "prefill-workers", "decode-workers"),
     *("min-remote-prefill", "worker-address", "worker-token-file"),
 )
+_REPOSITORY = (
+    *("model-repository", "model-config-name", "disable-auto-complete-config", "strict-model-config"),
+    *("backend-directory", "backend-config"),
+)
+_REPOSITORY_FIELDS = (
+    *("model_repository", "model_config_name", "disable_auto_complete_config"),
+    *("backend_directory", "backend_config"),
+)
 TOPICS: dict[str, tuple[Flag, ...]] = {
     "Worker": (
-        Flag("join", "Address of the server, its --worker-address.", metavar="ADDRESS"),
+        Flag("join", "Address of the server, its --worker-address or --stage-address.", metavar="ADDRESS"),
         Flag(
             "token-file", "File with the secret of the server; needed for tcp:// addresses.", metavar="PATH"
         ),
@@ -37,6 +49,10 @@ TOPICS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("name", "Name of the worker, unique among those of the server.", default_text="HOST-PID"),
         Flag("drain-seconds", "Seconds to finish running requests after SIGTERM.", number(0.0), 30.0),
+    ),
+    "Stage": (
+        Flag("stage", "Execute this model of the repository instead of a MODEL.", metavar="NAME"),
+        *(flag for flag in flags_of(ServerOptions, "Models") if flag.name in _REPOSITORY),
     ),
     "Engine": (
         *(flag for flag in ENGINE_FLAGS if flag.name not in _SERVER_ONLY),
@@ -56,20 +72,63 @@ class WorkerCommand(FlagCommand):
 
 def run(texts: dict[str, list[str]]) -> int:
     """Run the command until SIGTERM or Ctrl-C; returns the exit status."""
-    from neso.cluster.worker_process import run_worker
+    from neso.cluster.stages.worker import StageAgent
+    from neso.cluster.worker import Worker
+    from neso.cluster.worker_process import run_agent
     from neso.engine.errors import EngineError
+    from neso.server.errors import ServerError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        options = _read(texts)
-        asyncio.run(run_worker(options))
-    except (OptionError, EngineError) as error:
+        values = FlagValues.read(FLAGS, texts)
+        if values["stage"]:
+            asyncio.run(run_agent(StageAgent, _read_stage(values)))
+        else:
+            asyncio.run(run_agent(Worker, _read(values)))
+    except (OptionError, EngineError, ServerError) as error:
         print(f"neso worker: {error}", file=sys.stderr)
         return 2 if isinstance(error, OptionError) else 1
     return 0
 
 
-def _read(texts: dict[str, list[str]]) -> Any:
+def _read_stage(values: FlagValues) -> Any:
+    """Return the `StageWorkerOptions`. Raises `OptionError`, `EngineError`, `ServerError`."""
+    from neso.cluster.sockets import read_token
+    from neso.cluster.stages.worker import StageWorkerOptions
+    from neso.engine.cluster_config import check_address
+
+    if values["models"]:
+        raise OptionError("a worker has one MODEL, or one model of a repository with --stage")
+    if not values["model-repository"]:
+        raise OptionError("--stage needs --model-repository")
+    if not values["join"]:
+        raise OptionError("--join is required: the --stage-address of the server")
+    try:
+        check_address("--join", values["join"], values["token-file"])
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    defaults, fields = ServerOptions(), declarations(ServerOptions)
+    others = {name: getattr(defaults, name) for name in fields if name not in _REPOSITORY_FIELDS}
+    server = values.build(ServerOptions, **others)
+    return StageWorkerOptions(
+        model=values["stage"],
+        repositories=[str(path) for path in server.model_repository],
+        address=values["join"],
+        name=_name(values),
+        token=read_token(values["token-file"]),
+        drain_seconds=values["drain-seconds"],
+        backend_config=server.backend_config,
+        backend_directory=None if server.backend_directory is None else str(server.backend_directory),
+        model_config_name=server.model_config_name,
+        disable_auto_complete_config=server.disable_auto_complete_config,
+    )
+
+
+def _name(values: FlagValues) -> str:
+    return values["name"] or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _read(values: FlagValues) -> Any:
     """Return the `WorkerOptions`. Raises `OptionError`, `EngineError`."""
     from neso.cli.serve_options import SHIPPED_MODEL, engine_options
     from neso.cluster.sockets import read_token
@@ -78,7 +137,6 @@ def _read(texts: dict[str, list[str]]) -> Any:
     from neso.engine.config import EngineConfig
     from neso.engine.weights.hub import ModelNotFound, resolve_model
 
-    values = FlagValues.read(FLAGS, texts)
     models = values["models"] or [SHIPPED_MODEL]
     address = values["join"]
     if len(models) > 1:
@@ -99,7 +157,7 @@ def _read(texts: dict[str, list[str]]) -> Any:
         config=worker_config(config, transfers=roles != MIXED),
         roles=roles,
         address=address,
-        name=values["name"] or f"{socket.gethostname()}-{os.getpid()}",
+        name=_name(values),
         token=read_token(values["token-file"]),
         drain_seconds=values["drain-seconds"],
     )

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
-from neso.cluster.connections import WorkerConnections, WorkerFailed
 from neso.cluster.front_end import ClusterChannel
+from neso.cluster.local_worker import LocalWorker
+from neso.cluster.messages import Hello
 from neso.cluster.sockets import FrontEndSocket, read_token
+from neso.cluster.work_queue import WorkerState
 from neso.cluster.worker import WorkerOptions, checkpoint_digest, worker_config
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.engine_client import load_engine_tokenizer
@@ -25,7 +22,6 @@ from neso.engine.client.engine_group import sum_info
 from neso.engine.cluster_config import MIXED, Roles
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
-from neso.engine.ipc.channel import describe_exit
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.placement import place_engines
 from neso.engine.text.tokenizer import EngineTokenizer
@@ -34,96 +30,13 @@ from neso.engine.vision.image_prompt import ImagePrompt, open_image_prompt
 
 logger = logging.getLogger(__name__)
 
-
-class LocalWorker:
-    """A worker process of this host. `start` can be called again after it has ended."""
-
-    def __init__(self, options: WorkerOptions, connections: WorkerConnections) -> None:
-        self._options, self._connections = options, connections
-        self._process: asyncio.subprocess.Process | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._on_dead: list[Callable[[str], None]] = []
-        self._stopping = False
-
-    @property
-    def name(self) -> str:
-        return self._options.name
-
-    def on_dead(self, callback: Callable[[str], None]) -> None:
-        """Call `callback(reason)` if the process ends unexpectedly after it has joined."""
-        self._on_dead.append(callback)
-
-    async def start(self) -> EngineInfo:
-        """Start the process and wait until it has joined. Raises `EngineError`."""
-        options = msgspec.json.encode(self._options).decode()
-        command = (sys.executable, "-m", "neso.cluster.worker_process", options)
-        process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE)
-        self._process = process
-        joining = asyncio.ensure_future(self._connections.joined(self.name))
-        ended = asyncio.ensure_future(process.wait())
-        try:
-            await asyncio.wait((joining, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not joining.done():
-                # Its last message may still be in transit.
-                await asyncio.wait((joining,), timeout=0.5)
-            if not joining.done():
-                raise EngineError(f"{self.name} has ended ({describe_exit(ended.result())})")
-            info = joining.result()
-        except BaseException as error:
-            joining.cancel()
-            self._kill()
-            await ended
-            if isinstance(error, WorkerFailed):
-                raise EngineError(str(error)) from None
-            raise
-        self._watching = asyncio.create_task(self._watch(ended))
-        return info
-
-    async def _watch(self, ended: asyncio.Future[int]) -> None:
-        reason = f"{self.name} has ended ({describe_exit(await ended)})"
-        if self._stopping:
-            return
-        self._kill()
-        self._connections.lost(self.name, reason)
-        for callback in self._on_dead:
-            callback(reason)
-
-    def kill_if_lost(self) -> None:
-        """Kill the process if the front end has given it up, for example because it hangs: it is then restarted."""
-        if (
-            self._watching is not None
-            and not self._watching.done()
-            and not self._connections.knows(self.name)
-        ):
-            self._kill()
-
-    def _kill(self) -> None:
-        if self._process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
-    async def stop(self, timeout: float) -> None:
-        """End the process; kill it after `timeout` seconds."""
-        self._stopping = True
-        if self._process is None or self._process.returncode is not None:
-            return
-        if timeout:
-            self._process.terminate()
-        waiting = asyncio.ensure_future(self._process.wait())
-        try:
-            await asyncio.wait((waiting,), timeout=timeout)
-        finally:
-            self._kill()
-            await waiting
+EngineWorker = LocalWorker[Hello, WorkerState]
 
 
 class LocalWorkers:
     """The worker processes that the server has started, for an `EngineSupervisor`."""
 
-    def __init__(self, workers: Sequence[LocalWorker]) -> None:
+    def __init__(self, workers: Sequence[EngineWorker]) -> None:
         self.engines = tuple(workers)
 
     def on_dead(self, callback: Callable[[int, str], None]) -> None:
@@ -133,7 +46,7 @@ class LocalWorkers:
 
     async def restart(self, number: int) -> EngineInfo:
         """Start a worker again. Raises `EngineError`."""
-        return await self.engines[number].start()
+        return (await self.engines[number].start()).info
 
 
 class ClusterEngine(AsyncEngine):
@@ -180,6 +93,7 @@ class ClusterEngine(AsyncEngine):
         channel = ClusterChannel(config, await asyncio.to_thread(checkpoint_digest, config), sockets)
         workers = [
             LocalWorker(
+                "neso.cluster.worker_process",
                 WorkerOptions(config=one, address=local_address, name=_name(number, roles), roles=roles),
                 channel.connections,
             )
@@ -235,7 +149,7 @@ def _name(number: int, roles: Roles) -> str:
 
 
 async def _load(
-    config: EngineConfig, channel: ClusterChannel, workers: Sequence[LocalWorker]
+    config: EngineConfig, channel: ClusterChannel, workers: Sequence[EngineWorker]
 ) -> tuple[EngineInfo, EngineTokenizer]:
     """Load the tokenizer while the workers load the model. Returns the properties of the model."""
     tokenizer = asyncio.ensure_future(asyncio.to_thread(load_engine_tokenizer, config))
@@ -244,9 +158,9 @@ async def _load(
         return await channel.connections.first_worker(), await tokenizer
     starts = [asyncio.ensure_future(worker.start()) for worker in workers]
     try:
-        infos = await asyncio.gather(*starts)
+        hellos = await asyncio.gather(*starts)
     finally:
         for start in starts:
             start.cancel()
         await asyncio.gather(*starts, return_exceptions=True)
-    return sum_info(infos), await tokenizer
+    return sum_info([hello.info for hello in hellos]), await tokenizer

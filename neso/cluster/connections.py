@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from neso.cluster.messages import (
     PROTOCOL_VERSION,
-    Cancel,
     EngineEvent,
-    FromWorker,
     Goodbye,
-    Grant,
     Hello,
     Introduce,
     Leave,
@@ -62,51 +60,80 @@ class WorkerEvents(Protocol):
         """A worker is no longer connected; it still has its requests."""
 
 
+class Joining(Protocol):
+    """First message of a worker."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
+
+
+class Connected(Protocol):
+    """A connected worker."""
+
+    name: str
+
+
+H = TypeVar("H", bound=Joining)
+W = TypeVar("W", bound=Connected)
+
+
 @dataclass(slots=True)
-class _Connection:
+class _Connection(Generic[W]):
     """A worker that has said hello. `socket`: where it is connected."""
 
-    state: WorkerState
-    hello: Hello
+    state: W
     socket: FrontEndSocket
     silent_checks: int = 0
 
 
-class WorkerConnections:
-    """Welcomes workers that fit the model, pings them, and gives up those that are silent or disconnected.
+class Connections(ABC, Generic[H, W]):
+    """Welcomes workers, pings them, and gives up those that are silent or disconnected.
 
-    - model: digest that workers must have; silence: seconds without a message after which one is given up, 0: never
-    - events: receives joining and lost workers and their messages
+    - hello: class of a worker's first message; decoder: of all its messages
+    - silence: seconds without a message after which a worker is given up, 0: never
     """
 
     def __init__(
-        self, model: str, silence: float, sockets: Sequence[FrontEndSocket], events: WorkerEvents
+        self,
+        hello: type[H],
+        decoder: msgspec.msgpack.Decoder[Any],
+        silence: float,
+        sockets: Sequence[FrontEndSocket],
     ) -> None:
-        self._model, self._silence, self._events = model, silence, events
+        self._hello, self._decoder, self._silence = hello, decoder, silence
         self._sockets = tuple(sockets)
         self._loop = asyncio.get_running_loop()
-        self._connections: dict[str, _Connection] = {}
-        self._joining: dict[str, asyncio.Future[EngineInfo]] = {}
-        self._first_joined: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._connections: dict[str, _Connection[W]] = {}
+        self._joining: dict[str, asyncio.Future[H]] = {}
         self._on_change: list[Callable[[], None]] = []
-        self._past = EngineStats()  # counters of workers that were lost
         self._tasks = [asyncio.create_task(self._receive(socket)) for socket in sockets]
         self._tasks.append(asyncio.create_task(self._watch()))
 
+    @abstractmethod
+    def _accept(self, name: str, hello: H) -> W:
+        """Return the state of a worker that joins. Raises `WorkerFailed` with the reason to refuse it."""
+
+    @abstractmethod
+    def _joined(self, worker: W, hello: H) -> None:
+        """A worker has joined and was welcomed."""
+
+    @abstractmethod
+    def _received(self, worker: W, message: Any) -> None:
+        """A worker has sent another message than `Hello` and `Leave`."""
+
+    @abstractmethod
+    def _lost(self, worker: W, reason: str) -> None:
+        """A worker is no longer connected; it still has its requests."""
+
+    def _checked(self, worker: W) -> None:
+        """Called about every second for each worker."""
+
     @property
-    def workers(self) -> list[WorkerState]:
+    def workers(self) -> list[W]:
         """The connected workers."""
         return [connection.state for connection in self._connections.values()]
-
-    @property
-    def first_info(self) -> EngineInfo:
-        """Properties of the engine of the first worker that has joined."""
-        return self._first_joined.result()
-
-    @property
-    def stats(self) -> EngineStats:
-        """The statistics of all workers, including lost ones."""
-        return EngineStats.sum([worker.stats for worker in self.workers] or [EngineStats()]).after(self._past)
 
     def knows(self, name: str) -> bool:
         """Whether a worker is connected."""
@@ -121,7 +148,7 @@ class WorkerConnections:
         for callback in self._on_change:
             callback()
 
-    def send(self, name: str, message: Grant | Cancel | Tell) -> None:
+    def send(self, name: str, message: msgspec.Struct) -> None:
         """Send a message to a worker, if it is connected."""
         connection = self._connections.get(name)
         if connection is not None:
@@ -139,41 +166,137 @@ class WorkerConnections:
 
     # -- joining ------------------------------------------------------------------------------------------------
 
-    async def first_worker(self) -> EngineInfo:
-        """Wait until a worker has joined."""
-        return await asyncio.shield(self._first_joined)
-
-    async def joined(self, name: str) -> EngineInfo:
-        """Wait until the worker `name` has joined; call `lost` to end this with an error."""
-        if name in self._connections:
-            return self._connections[name].state.info
-        waiting: asyncio.Future[EngineInfo] = self._loop.create_future()
+    async def joined(self, name: str) -> H:
+        """Wait until the worker `name` joins, and return its first message; `lost` ends this with an error."""
+        waiting: asyncio.Future[H] = self._loop.create_future()
         self._joining[name] = waiting
         try:
             return await waiting
         finally:
             self._joining.pop(name, None)
 
-    def _join(self, socket: FrontEndSocket, name: str, hello: Hello) -> None:
+    def _join(self, socket: FrontEndSocket, name: str, hello: H) -> None:
         if name in self._connections:
             self.lost(name, "it has started again")
-        reason = self._mismatch(hello)
-        if reason:
+        try:
+            worker = self._accept(name, hello)
+        except WorkerFailed as refusal:
+            reason = str(refusal)
             logger.error("worker '%s' (%s, process %d) is refused: %s", name, hello.host, hello.pid, reason)
             socket.send(name, Refused(reason))
             self._joining_failed(name, reason)
             return
+        self._connections[name] = _Connection(worker, socket)
+        socket.send(name, Welcome(self._silence))
+        self._joined(worker, hello)
+        logger.info("worker '%s' (%s, process %d) has joined", name, hello.host, hello.pid)
+        if name in self._joining and not self._joining[name].done():
+            self._joining[name].set_result(hello)
+        self.changed()
+
+    def _joining_failed(self, name: str, reason: str) -> None:
+        if name in self._joining and not self._joining[name].done():
+            self._joining[name].set_exception(WorkerFailed(reason))
+
+    # -- connected workers --------------------------------------------------------------------------------------
+
+    async def _receive(self, socket: FrontEndSocket) -> None:
+        while True:
+            name, data = await socket.receive()
+            try:
+                self._handle(socket, name, self._decoder.decode(data))
+            except msgspec.MsgspecError as error:
+                logger.error("worker '%s' has sent a message that cannot be read: %s", name, error)
+            except Exception:
+                logger.exception("a message of worker '%s' could not be processed", name)
+
+    def _handle(self, socket: FrontEndSocket, name: str, message: Any) -> None:
+        connection = self._connections.get(name)
+        if isinstance(message, self._hello):
+            self._join(socket, name, message)
+        elif isinstance(message, Leave):
+            self.lost(name, message.reason)
+        elif connection is None:
+            socket.send(name, Introduce())
+        else:
+            connection.silent_checks = 0
+            self._received(connection.state, message)
+
+    def lost(self, name: str, reason: str) -> None:
+        """Give up a worker. Does nothing for an unknown worker."""
+        self._joining_failed(name, reason)
+        connection = self._connections.pop(name, None)
+        if connection is None:
+            return
+        self._lost(connection.state, reason)
+        self.changed()
+
+    async def _watch(self) -> None:
+        """Find workers that are silent or no longer connected."""
+        interval = min(1.0, self._silence / _NUM_CHECKS) if self._silence else 1.0
+        limit = self._silence / interval if self._silence else float("inf")
+        while True:
+            await asyncio.sleep(interval)
+            for name, connection in tuple(self._connections.items()):
+                self._checked(connection.state)
+                connection.silent_checks += 1
+                if not connection.socket.send(name, Ping()):
+                    self.lost(name, "its connection was closed")
+                elif connection.silent_checks > limit:
+                    self.lost(name, f"it did not respond for {self._silence:g} s")
+
+
+class WorkerConnections(Connections[Hello, WorkerState]):
+    """The engines that execute the requests of a model.
+
+    `model`: digest that workers must have; `events`: receives joining and lost workers and their messages.
+    """
+
+    def __init__(
+        self, model: str, silence: float, sockets: Sequence[FrontEndSocket], events: WorkerEvents
+    ) -> None:
+        self._model, self._events = model, events
+        self._first_joined: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._past = EngineStats()  # counters of workers that were lost
+        super().__init__(Hello, from_worker, silence, sockets)
+
+    @property
+    def first_info(self) -> EngineInfo:
+        """Properties of the engine of the first worker that has joined."""
+        return self._first_joined.result()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The statistics of all workers, including lost ones."""
+        return EngineStats.sum([worker.stats for worker in self.workers] or [EngineStats()]).after(self._past)
+
+    async def first_worker(self) -> EngineInfo:
+        """Wait until a worker has joined."""
+        return await asyncio.shield(self._first_joined)
+
+    def _accept(self, name: str, hello: Hello) -> WorkerState:
+        reason = self._mismatch(hello)
+        if reason:
+            raise WorkerFailed(reason)
         worker = WorkerState(name, hello.info, hello.roles)
         worker.loras = hello.loras
-        self._connections[name] = _Connection(worker, hello, socket)
-        socket.send(name, Welcome(self._silence))
+        return worker
+
+    def _joined(self, worker: WorkerState, hello: Hello) -> None:
         self._events.worker_joined(worker)
-        logger.info("worker '%s' (%s, process %d) has joined", name, hello.host, hello.pid)
         if not self._first_joined.done():
             self._first_joined.set_result(hello.info)
-        if name in self._joining:
-            self._joining[name].set_result(hello.info)
-        self.changed()
+
+    def _received(self, worker: WorkerState, message: Report | EngineEvent) -> None:
+        if isinstance(message, Report):
+            self._events.worker_reported(worker, message)
+        else:
+            self._events.worker_event(worker, message)
+
+    def _lost(self, worker: WorkerState, reason: str) -> None:
+        logger.warning("worker '%s' is lost with %d requests: %s", worker.name, len(worker.jobs), reason)
+        self._past = EngineStats().after(worker.stats).after(self._past)
+        self._events.worker_lost(worker, reason)
 
     def _mismatch(self, hello: Hello) -> str:
         """Return why a worker cannot serve the model of this front end; "" if it can."""
@@ -196,66 +319,7 @@ class WorkerConnections:
         missing = first.capabilities - own.capabilities
         return f"its runner ({own.runner}) lacks {', '.join(sorted(missing))}" if missing else ""
 
-    def _joining_failed(self, name: str, reason: str) -> None:
-        if name in self._joining and not self._joining[name].done():
-            self._joining[name].set_exception(WorkerFailed(reason))
-
-    # -- connected workers --------------------------------------------------------------------------------------
-
-    async def _receive(self, socket: FrontEndSocket) -> None:
-        while True:
-            name, data = await socket.receive()
-            try:
-                self._handle(socket, name, from_worker.decode(data))
-            except msgspec.MsgspecError as error:
-                logger.error("worker '%s' has sent a message that cannot be read: %s", name, error)
-            except Exception:
-                logger.exception("a message of worker '%s' could not be processed", name)
-
-    def _handle(self, socket: FrontEndSocket, name: str, message: FromWorker) -> None:
-        connection = self._connections.get(name)
-        if isinstance(message, Hello):
-            self._join(socket, name, message)
-            return
-        if isinstance(message, Leave):
-            self.lost(name, message.reason)
-            return
-        if connection is None:
-            socket.send(name, Introduce())
-            return
-        connection.silent_checks = 0
-        if isinstance(message, Report):
-            self._events.worker_reported(connection.state, message)
-        else:
-            self._events.worker_event(connection.state, message)
-
-    def lost(self, name: str, reason: str) -> None:
-        """Give up a worker. Does nothing for an unknown worker."""
-        self._joining_failed(name, reason)
-        connection = self._connections.pop(name, None)
-        if connection is None:
-            return
-        worker = connection.state
-        logger.warning("worker '%s' is lost with %d requests: %s", name, len(worker.jobs), reason)
-        self._past = EngineStats().after(worker.stats).after(self._past)
-        self._events.worker_lost(worker, reason)
-        self.changed()
-
-    async def _watch(self) -> None:
-        """Find workers that are silent or no longer connected, and extend leases of the others."""
-        interval = min(1.0, self._silence / _NUM_CHECKS) if self._silence else 1.0
-        limit = self._silence / interval if self._silence else float("inf")
-        while True:
-            await asyncio.sleep(interval)
-            for name, connection in tuple(self._connections.items()):
-                self._extend_leases(connection.state)
-                connection.silent_checks += 1
-                if not connection.socket.send(name, Ping()):
-                    self.lost(name, "its connection was closed")
-                elif connection.silent_checks > limit:
-                    self.lost(name, f"it did not respond for {self._silence:g} s")
-
-    def _extend_leases(self, worker: WorkerState) -> None:
+    def _checked(self, worker: WorkerState) -> None:
         """Extend the leases of prompts whose blocks no worker has taken yet."""
         now = self._loop.time()
         for job in worker.exports.values():

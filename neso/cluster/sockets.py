@@ -10,11 +10,12 @@ import asyncio
 import hashlib
 from pathlib import Path
 
+import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
-from neso.cluster.messages import FromWorker, ToWorker, encoder
+from neso.cluster.messages import encoder
 from neso.engine.cluster_config import MIN_TOKEN_LENGTH
 from neso.engine.errors import EngineError
 
@@ -70,7 +71,7 @@ class FrontEndSocket:
             if len(parts) == 1:
                 return name.decode(errors="replace"), parts[0]
 
-    def send(self, name: str, message: ToWorker) -> bool:
+    def send(self, name: str, message: msgspec.Struct) -> bool:
         """Send a message. Returns False if the worker is not connected."""
         try:
             sending: asyncio.Future[object] = asyncio.ensure_future(
@@ -114,7 +115,7 @@ class WorkerSocket:
         """Return an encoded message of the front end."""
         return await self._socket.recv()
 
-    def send(self, message: FromWorker) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Queue a message; it is sent when the front end is connected."""
         self._socket.send(encoder.encode(message))
 

@@ -322,6 +322,12 @@ def find_backend(name: str, directory: Path | None = None) -> type[Backend]:
     return found
 
 
+def stage_backend(backend: type[Backend]) -> type[Backend]:
+    """Return the backend that executes models of `backend` on workers."""
+    found: type[Backend] = _imported("neso.backends.stage:StageBackend").of(backend)
+    return found
+
+
 def _imported(target: str) -> Any:
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -30,6 +30,7 @@ from neso.server.trace_config import TRACING_UNSUPPORTED
 from neso.server.tracing import Tracing
 
 if TYPE_CHECKING:
+    from neso.cluster.stages.hub import StageHub
     from neso.server.processes.front_ends import FrontEnds
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class Core:
         self.log = log_settings()
         self.front_ends: FrontEnds | None = None
         """The front-end processes; None if this process serves all connections."""
+        self.stages: StageHub | None = None
+        """The workers of models that run on workers; created with the first of these models."""
         self.operations: dict[str, Callable[..., Any]] = {}
         """What front-end processes can call, by name; added by the frontends of this process."""
         self.on_lost: Callable[[str], None] = logger.critical
@@ -101,6 +104,8 @@ class Core:
         self._stopping = True
         await self._control.stop()
         await self._lifecycle.unload_all(self.options.exit_timeout if timeout is None else timeout)
+        if self.stages is not None:
+            await self.stages.close()
         if self.response_cache is not None:
             await self.response_cache.close()
         self.shared_memory.close()

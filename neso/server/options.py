@@ -16,6 +16,7 @@ from neso.server.cache_options import RedisOptions
 from neso.server.errors import InvalidArgument
 from neso.server.metrics.config import MetricsConfig
 from neso.server.repository.names import is_inside
+from neso.server.stage_options import StageOptions
 from neso.server.trace_config import TraceConfig
 
 
@@ -313,6 +314,9 @@ class ServerOptions:
     trace: Annotated[TraceConfig, FlagGroup(TraceConfig.parse, topic="Tracing")] = field(
         default_factory=TraceConfig
     )
+    stages: Annotated[
+        StageOptions, FlagGroup(StageOptions, topic="Stages (models of a repository on workers)")
+    ] = field(default_factory=StageOptions)
     config_checks: tuple[Callable[[Any], None], ...] = ()
 
     def __post_init__(self) -> None:

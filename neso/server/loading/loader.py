@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.server.backend import Backend, ModelContext, find_backend, python_based_file
+from neso.server.backend import Backend, ModelContext, find_backend, python_based_file, stage_backend
 from neso.server.config.model_config import (
     check_config,
     complete_batching,
@@ -65,6 +65,8 @@ def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
     check_config(config, source.name, complete=options.disable_auto_complete_config)
     chosen = choose_versions(versions, config.version_policy, source.name)
     backend = find_backend("ensemble" if is_ensemble(config) else config.backend, options.backend_directory)
+    if source.name in options.stages.workers:
+        backend = stage_backend(backend)
     if not options.disable_auto_complete_config:
         settings = backend_settings(config.backend, options)
         backend.auto_complete(config, directory, directory / str(chosen[-1]), settings)

@@ -1,0 +1,162 @@
+"""`StageBackend`: executes the requests of a model on worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from neso.backends.restarts import Restarts, restart_counter
+from neso.cluster.local_worker import LocalWorker
+from neso.cluster.stages.hub import OpenStage, StageHub
+from neso.cluster.stages.messages import StageHello
+from neso.cluster.stages.stage import StageWorker
+from neso.cluster.stages.worker import StageWorkerOptions, worker_config
+from neso.engine.errors import EngineError
+from neso.server.backend import Backend, ModelContext
+from neso.server.errors import Unavailable, Unsupported
+from neso.server.inference_response import ResponseStream
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS = 5
+"""Failures of a worker process in `RESTART_WINDOW` seconds that are followed by a restart."""
+RESTART_WINDOW = 300.0
+
+Worker = LocalWorker[StageHello, StageWorker]
+
+
+class StageBackend(Backend):
+    """Passes requests to the workers of a stage. `wrapped`: the backend that the workers run."""
+
+    wrapped: ClassVar[type[Backend]]
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__(context)
+        self._workers: list[Worker] = []
+        self._restarting: set[asyncio.Task[None]] = set()
+        self._hub: StageHub
+        self._opened: OpenStage
+        self._labels: Mapping[str, Sequence[str]] = {}
+
+    @classmethod
+    def of(cls, wrapped: type[Backend]) -> type[StageBackend]:
+        """Return the backend of models whose workers run the backend `wrapped`."""
+        fields = wrapped.implemented_fields | {"dynamic_batching"}
+        return type(cls.__name__, (cls,), {"wrapped": wrapped, "implemented_fields": fields})
+
+    @classmethod
+    def auto_complete(
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
+    ) -> None:
+        """Complete the configuration as the backend of the workers does."""
+        cls.wrapped.auto_complete(config, directory, version_directory, backend_config)
+
+    async def load(self) -> None:
+        """Start the workers, or wait for one that joins."""
+        self._check()
+        core, name = self.context.core, self.context.name
+        try:
+            if core.stages is None:
+                core.stages = StageHub(core.options.stages)
+            self._hub = core.stages
+        except EngineError as error:
+            raise Unavailable(str(error)) from None
+        self._opened = self._hub.open_stage(name, self.context.version, self.context.config)
+        count = self._hub.options.workers[name]
+        for _ in range(count):
+            self._workers.append(self._make_worker())
+        try:
+            if count:
+                await asyncio.gather(*(worker.start() for worker in self._workers))
+            else:
+                logger.info("model '%s': waiting for a worker of its stage", name)
+            hello = await asyncio.shield(self._opened.first)
+        except EngineError as error:
+            raise Unavailable(str(error)) from None
+        self._labels = hello.labels
+        self.context.config.model_transaction_policy.decoupled = hello.decoupled
+
+    def _check(self) -> None:
+        """Raise `Unsupported` for models that cannot run on workers."""
+        name, config, wrapped = self.context.name, self.context.config, self.wrapped
+        if config.HasField("sequence_batching"):
+            raise Unsupported(
+                f"--stage {name}: models with sequence_batching cannot run on workers, because the requests of a "
+                "sequence belong to one instance"
+            )
+        if config.HasField("ensemble_scheduling"):
+            raise Unsupported(f"--stage {name}: an ensemble runs in the server; name the models of its steps")
+        if wrapped.language_model is not Backend.language_model or (
+            wrapped.pooling_model is not Backend.pooling_model
+        ):
+            raise Unsupported(
+                f"--stage {name}: backend '{config.backend}' has an engine; use its option `workers`"
+            )
+        if self.context.namespace:
+            raise Unsupported("--stage cannot be combined with --model-namespacing")
+
+    def _make_worker(self) -> Worker:
+        core, context = self.context.core, self.context
+        config = type(context.config)()
+        config.CopyFrom(context.config)
+        config.version_policy.specific.versions[:] = [int(context.version)]
+        options = StageWorkerOptions(
+            model=context.name,
+            version=context.version,
+            config=worker_config(config),
+            repositories=[str(path) for path in core.options.model_repository],
+            address=self._hub.local_address,
+            name=self._hub.next_name(context.name),
+            backend_config=core.options.backend_config,
+            backend_directory=None
+            if core.options.backend_directory is None
+            else str(core.options.backend_directory),
+            disable_auto_complete_config=core.options.disable_auto_complete_config,
+        )
+        worker: Worker = LocalWorker("neso.cluster.stages.worker_process", options, self._hub.connections)
+        restarts = Restarts(MAX_RESTARTS, restart_counter(context.metrics), RESTART_WINDOW)
+        worker.on_dead(partial(self._on_dead, worker, restarts))
+        return worker
+
+    def _on_dead(self, worker: Worker, restarts: Restarts, reason: str) -> None:
+        logger.error("model '%s': %s", self.context.name, reason)
+        restarts.record_failure()
+        task = asyncio.get_running_loop().create_task(self._restart(worker, restarts))
+        self._restarting.add(task)
+        task.add_done_callback(self._restarting.discard)
+
+    async def _restart(self, worker: Worker, restarts: Restarts) -> None:
+        def failed(error: Exception) -> None:
+            logger.error("model '%s': a worker could not be restarted: %s", self.context.name, error)
+
+        if await restarts.restart(worker.start, failed) is None:
+            logger.critical(
+                "model '%s': worker '%s' has failed too often and is not restarted",
+                *(self.context.name, worker.name),
+            )
+
+    def submit(self, request: ResponseStream) -> None:
+        self._opened.stage.submit(request)
+
+    @property
+    def output_labels(self) -> Mapping[str, Sequence[str]]:
+        """Labels that the workers have."""
+        return self._labels
+
+    def ready(self) -> bool:
+        """Whether a worker is connected."""
+        return any(worker.accepts for worker in self._opened.stage.workers.values())
+
+    async def unload(self) -> None:
+        """End the workers."""
+        for task in tuple(self._restarting):
+            task.cancel()
+        try:
+            await asyncio.gather(*(worker.stop(10.0) for worker in self._workers))
+        finally:
+            if hasattr(self, "_opened"):
+                self._hub.connections.close_stage(self._opened)

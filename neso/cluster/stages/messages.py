@@ -1,0 +1,88 @@
+"""Messages between a server and the workers of its stages, encoded as msgpack.
+
+`Refused`, `Welcome`, `Introduce`, `Ping`, `Goodbye` and `Leave` are those of `neso.cluster.messages`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from neso.cluster.messages import Goodbye, Introduce, Leave, Ping, Refused, Welcome
+
+PROTOCOL_VERSION = 1
+"""Both sides must have the same version."""
+
+Durations = tuple[int, int, int]
+"""Durations of compute input, infer and output, in ns."""
+
+
+class StageHello(msgspec.Struct, frozen=True, tag="stage-hello"):
+    """A worker introduces itself.
+
+    - signature: inputs, outputs, batching and transaction policy of its model, see `signature_digest`
+    - slots: number of batch entries that it executes at a time
+    - labels: classification labels by output
+    """
+
+    version: int
+    name: str
+    host: str
+    pid: int
+    model: str
+    model_version: str
+    signature: str
+    slots: int
+    decoupled: bool
+    labels: dict[str, list[str]]
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """A response: an encoded `Response` of `neso.server.processes.messages`. `durations`: with the last one."""
+
+    number: int
+    attempt: int
+    response: msgspec.Raw
+    durations: Durations | None = None
+
+
+class StageReport(msgspec.Struct, frozen=True, tag="stage-report"):
+    """Responses, if any; also sent regularly as a heartbeat. `accepts`: False if the worker takes no more requests."""
+
+    accepts: bool
+    outcomes: list[Outcome] = []
+
+
+class Task(msgspec.Struct, frozen=True, array_like=True):
+    """A request for the worker: an encoded `Infer` of `neso.server.processes.messages`."""
+
+    number: int
+    attempt: int
+    request: msgspec.Raw
+
+
+class Work(msgspec.Struct, frozen=True, tag="work"):
+    """Requests that are given to the worker at the same time, so that they can be one batch."""
+
+    tasks: list[Task]
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Cancel an attempt."""
+
+    number: int
+    attempt: int
+
+
+class Flow(msgspec.Struct, frozen=True, tag="flow"):
+    """Send no more responses of an attempt for now, or send them again: its client is slow."""
+
+    number: int
+    attempt: int
+    paused: bool
+
+
+FromStageWorker = StageHello | StageReport | Leave
+ToStageWorker = Welcome | Refused | Introduce | Work | Stop | Flow | Ping | Goodbye
+
+from_worker: msgspec.msgpack.Decoder[FromStageWorker] = msgspec.msgpack.Decoder(FromStageWorker)
+to_worker: msgspec.msgpack.Decoder[ToStageWorker] = msgspec.msgpack.Decoder(ToStageWorker)
