@@ -39,6 +39,8 @@ logger = logging.getLogger("neso")
 
 OPENAI_ON_HTTP = ("/v1", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/score", "/rerank")
 """Paths of the OpenAI API that the HTTP port also serves, like vLLM's single port."""
+PAGES_ON_HTTP = ("/dashboard", "/static", "/docs", "/openapi.json")
+"""Paths of the web pages that the HTTP port also serves."""
 EXIT_GRACE = 3.0
 """Seconds after `exit_timeout` at which the process exits even if something blocks."""
 PROTOCOLS = {
@@ -236,8 +238,10 @@ async def start_frontends(
 
         http = KServeHttp(core, options.http, limits)
         if app is not None:
-            for path in OPENAI_ON_HTTP:
+            for path in (*OPENAI_ON_HTTP, *PAGES_ON_HTTP):
                 http.mount(path, app)
+            if options.openai is not None and options.openai.dashboard:
+                http.serve_page(app)
         await start("http", http)
     if options.grpc is not None:
         from neso.frontends.kserve.grpc_frontend import KServeGrpc

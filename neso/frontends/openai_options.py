@@ -25,6 +25,7 @@ OPEN_GROUPS = {
     "health": ("/health", "/ping"),
     "metrics": ("/metrics",),
     "docs": ("/docs", "/openapi.json", "/redoc"),
+    "dashboard": ("/dashboard/state", "/dashboard/metrics"),
 }
 """Paths, including their subpaths, that `--api-key-open` makes accessible without a key."""
 
@@ -112,12 +113,13 @@ class AccessOptions:
         tuple[str, ...],
         Flag(
             "api-key-open",
-            "Groups of paths that require no key: health, metrics, docs, or nothing.",
-            default="health",
+            "Groups of paths that require no key: health, metrics, docs, dashboard (states of models and charts), or "
+            "nothing.",
+            default="health,dashboard",
             metavar="GROUP[,GROUP...]",
             convert=_open_groups,
         ),
-    ] = ("health",)
+    ] = ("health", "dashboard")
     quota: Annotated[Quota, FlagGroup(Quota)] = field(default_factory=Quota)
     origins: Annotated[
         tuple[str, ...],
@@ -171,6 +173,7 @@ class OpenAIOptions:
     - allowed_media_domains: hosts from which images may be fetched, ("*",) for any
     - restrictions: restricted API groups of KServe; openai_restrictions: restricted groups of `RESTRICTED_GROUPS`
     - metrics: serve `GET /metrics`
+    - dashboard: serve the web page at `/`
     - triton_compatibility: where Triton's OpenAI frontend differs from the OpenAI API, behave like the former
     - host, port, reuse_port, tls: settings of the API's own port; `create_app` ignores them
     """
@@ -283,6 +286,13 @@ class OpenAIOptions:
         default_factory=AccessOptions
     )
     metrics: Annotated[bool, SameAs("allow-metrics")] = True
+    dashboard: Annotated[
+        bool,
+        Flag(
+            "dashboard",
+            "Serve a web page with models, charts and a playground at / of the HTTP and OpenAI ports.",
+        ),
+    ] = True
     triton_compatibility: Annotated[
         bool,
         Flag(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,8 @@ GROUPS = (
     "logging",
 )
 """API groups of KServe that can be restricted."""
+CROSS_SITE = "Refused: the request was sent by a web page of another origin."
+"""Message of the error for requests that `is_cross_site` detects."""
 GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
 """Prefix of the metadata key that a restricted gRPC call requires."""
 
@@ -82,6 +84,22 @@ class Restrictions:
     def get(self, group: str) -> RequiredHeader | None:
         """Return the header required by a group, or None if the group is unrestricted."""
         return self._required.get(group)
+
+
+def is_cross_site(header: Callable[[str], str | None], origins: Sequence[str] = ()) -> bool:
+    """Whether a browser sent the request for a page of another origin, which is not in `origins` ("*": any).
+
+    `header` returns the value of a request header. Requests of programs have none of these headers. `Sec-Fetch-Site` is
+    missing if the server is reached over plain HTTP by a name other than localhost; then the host of `Origin` is
+    compared with `Host`.
+    """
+    origin = header("origin")
+    if "*" in origins or (origin is not None and origin in origins):
+        return False
+    site = header("sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    return origin is not None and origin.partition("://")[2] != (header("host") or "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from neso.generation.guided_decoding import GuidedDecoding
 from neso.generation.language_model import (
     UNLIMITED_LENGTH,
     LanguageModel,
+    SupportsImages,
     SupportsLora,
     TokenizerLike,
     count_tokens,
@@ -37,6 +38,7 @@ __all__ = [
     "PromptTooLong",
     "SamplingDefaults",
     "SamplingParams",
+    "SupportsImages",
     "SupportsLora",
     "TokenLogprobs",
     "TokenizerLike",

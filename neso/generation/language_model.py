@@ -98,6 +98,14 @@ class SupportsLora(Protocol):
         """Unload an adapter. Requests in flight finish with it. Raises `NotFound` if it is not loaded."""
 
 
+@runtime_checkable
+class SupportsImages(Protocol):
+    """A language model that knows whether it accepts images in its prompts."""
+
+    @property
+    def accepts_images(self) -> bool: ...
+
+
 _LONG_TEXT = 8
 """Characters per token above which a text probably exceeds a number of tokens; English has about four."""
 _COUNTED_PIECE = 1 << 20

@@ -432,6 +432,11 @@ class EngineBackend(Backend):
         finally:
             timer.end(reason)
 
+    @property
+    def accepts_images(self) -> bool:
+        """See `neso.generation.SupportsImages`."""
+        return self.engine.info.vision is not None
+
     # -- LoRA adapters: neso.generation.SupportsLora ------------------------------------------------------------
 
     @property

@@ -11,7 +11,7 @@ from neso.frontends.kserve.http_handlers import HttpHandlers, reject_unnamed_reg
 from neso.frontends.kserve.http_infer import InferEndpoint, error_to_response, traced
 from neso.frontends.kserve.request_limits import RequestLimits
 from neso.frontends.kserve.service import KServeService
-from neso.frontends.security import RequiredHeader
+from neso.frontends.security import CROSS_SITE, RequiredHeader, is_cross_site
 from neso.frontends.transport.http1 import (
     AsgiApp,
     Handler,
@@ -30,6 +30,8 @@ from neso.server.errors import ServerError
 
 _MODEL_PREFIXES = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:digits}")
 _REPOSITORY_PREFIXES = ("/v2/repository", "/v2/repository/{repository}")
+_CONTROL_GROUPS = ("model-repository", "shared-memory", "trace", "logging")
+"""API groups whose POST operations change the server. They refuse requests of other sites' pages."""
 _RESPONSES = (Response, PendingResponse)
 
 
@@ -157,7 +159,13 @@ class KServeHttp(HttpFrontend):
         for route in routes(service, options.max_input_size, options.request_limits):
             required = options.restrictions.get(route.group)
             handler = route.handler if required is None else restrict(route.handler, required)
+            if route.method == "POST" and route.group in _CONTROL_GROUPS:
+                handler = refuse_cross_site(handler)
             self._router.add(route.method, route.pattern, handler)
+
+    def serve_page(self, app: AsgiApp) -> None:
+        """Serve `/` by an application that is also mounted, without the paths below it."""
+        self._router.add("GET", "/", app)
 
     def mount(self, prefix: str, app: AsgiCallable | AsgiApp) -> None:
         """Serve an ASGI application at and below `prefix`; paths are not rewritten.
@@ -174,6 +182,17 @@ async def _catch_server_error(result: Awaitable[HandlerResult]) -> HandlerResult
         return await result
     except ServerError as error:
         return error_to_response(error)
+
+
+def refuse_cross_site(handler: Handler) -> Handler:
+    """Wrap a handler so that requests that browsers send for pages of other origins get status 403."""
+
+    def same_site(request: Request) -> Response | PendingResponse | Awaitable[HandlerResult]:
+        if is_cross_site(request.header):
+            return error_response(403, CROSS_SITE)
+        return handler(request)
+
+    return same_site
 
 
 def restrict(handler: Handler, required: RequiredHeader) -> Handler:

@@ -10,13 +10,19 @@ import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from neso.frontends.openai.access.middleware import add_middleware, limit_rates, restrict
+from neso.frontends.openai.access.middleware import (
+    add_middleware,
+    limit_rates,
+    refuse_cross_site,
+    restrict,
+)
 from neso.frontends.openai.chat.chat_completions import ChatCompletionsApi
 from neso.frontends.openai.chat.image_fetcher import ImageFetcher
 from neso.frontends.openai.completions import CompletionsApi
+from neso.frontends.openai.dashboard import docs, page_routes, redoc
 from neso.frontends.openai.errors import ApiError
 from neso.frontends.openai.health import HealthApi
 from neso.frontends.openai.main_process import share_routes
@@ -47,6 +53,10 @@ STATEFUL = (ResponsesApi, ModelControlApi, LoraAdaptersApi)
 """Classes whose operations the main process executes if there are several server processes."""
 
 
+CONTROL = (ModelControlApi, LoraAdaptersApi)
+"""Classes whose operations change the server. They refuse requests of other sites' pages."""
+
+
 def create_app(core: Core, options: OpenAIOptions) -> Starlette:
     """Create the application. Raises `ValueError` for an unknown parser, tokenizer or chat template in `options`."""
     resolver = ModelResolver(core, options)
@@ -72,18 +82,26 @@ def create_app(core: Core, options: OpenAIOptions) -> Starlette:
 
     groups: dict[str, list[Route]] = {}
     stateful: list[Route] = []
+    control: list[Route] = []
     for resource in resources:
         for operation, route in routes_of(resource, core, options):
             if operation.group != "metrics" or options.metrics:
                 groups.setdefault(operation.group, []).append(route)
             if isinstance(resource, STATEFUL):
                 stateful.append(route)
+            if isinstance(resource, CONTROL):
+                control.append(route)
     limit_rates(groups["inference"], core, options.access)
     share_routes(stateful, core, options)
     for group, routes in groups.items():
         restrict(routes, group, options)
+    refuse_cross_site(control, options.access.origins)
     app = Starlette(
-        routes=[*(route for routes in groups.values() for route in routes), *_document_routes(options)],
+        routes=[
+            *(route for routes in groups.values() for route in routes),
+            *_document_routes(options),
+            *page_routes(core, resolver, options),
+        ],
         exception_handlers={
             HTTPException: _on_http_exception_like_triton
             if options.triton_compatibility
@@ -106,16 +124,6 @@ def _document_routes(options: OpenAIOptions) -> list[Route]:
         nonlocal document
         document = document or orjson.dumps(openapi_document(options.access))
         return Response(document, media_type="application/json")
-
-    async def docs(request: Request) -> Response:
-        from neso.frontends.openai.openapi import docs_page
-
-        return HTMLResponse(docs_page())
-
-    async def redoc(request: Request) -> Response:
-        from neso.frontends.openai.openapi import redoc_page
-
-        return HTMLResponse(redoc_page())
 
     return [Route("/openapi.json", openapi), Route("/docs", docs), Route("/redoc", redoc)]
 

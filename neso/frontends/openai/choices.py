@@ -74,6 +74,41 @@ class PromptRecord:
         return fields
 
 
+class Timings:
+    """Measures the phases of a request, for `return_timings`. The names are those of llama.cpp's server."""
+
+    def __init__(self) -> None:
+        self._received = time.monotonic_ns()
+        self._scheduled = self._first = self._last = 0
+
+    def record(self, output: GenerationOutput) -> None:
+        """Note the time of an output."""
+        self._last = time.monotonic_ns()
+        self._scheduled = self._scheduled or output.scheduled_ns
+        self._first = self._first or self._last
+
+    def fields(self, usage: Sequence[Usage]) -> dict[str, Any]:
+        """Return milliseconds of the phases and numbers of tokens.
+
+        The queue ends when the prefill starts, the prefill with the first token. `queue_ms` is 0 for models that do not
+        report the start.
+        """
+        first = self._first or self._received
+        scheduled = min(max(self._scheduled, self._received), first) if self._scheduled else self._received
+        prompt_tokens = sum(each.prompt_tokens for each in usage)
+        cached_tokens = sum(each.cached_tokens for each in usage)
+        return {
+            "queue_ms": (scheduled - self._received) / 1e6,
+            "prompt_ms": (first - scheduled) / 1e6,
+            "predicted_ms": (max(self._last, first) - first) / 1e6,
+            "prompt_n": prompt_tokens - cached_tokens,
+            "cache_n": cached_tokens,
+            "predicted_n": sum(each.completion_tokens for each in usage),
+            "draft_n": sum(each.draft_tokens for each in usage),
+            "draft_n_accepted": sum(each.accepted_draft_tokens for each in usage),
+        }
+
+
 class Choice(ABC):
     """A choice of a response. It is either streamed with `stream`, or collected with `add` and `whole`."""
 
@@ -123,6 +158,7 @@ class ChoicesResponse:
         self._to_client_error = to_client_error
         self._count_completion = count_completion
         self._usage: list[Usage | None] = [None] * len(prompts)
+        self._timings = Timings() if request.return_timings else None
 
     async def generate(
         self,
@@ -172,6 +208,8 @@ class ChoicesResponse:
         response["usage"] = self._total_usage()
         if not self._kind.prompt_fields_in_choices:
             response |= self._prompts[0].fields()
+        if self._timings is not None:
+            response["timings"] = self._timings.fields(self._known_usage())
         return response
 
     async def _start_stream(self) -> ChoicesResponse:
@@ -212,9 +250,11 @@ class ChoicesResponse:
                     await send({"type": "http.response.body", "body": chunks, "more_body": True})
             if not last:
                 last = DONE
-                if self._include_usage:
-                    usage = orjson.dumps(self._total_usage())
-                    last = self._head + b'],"usage":' + usage + b"}\n\n" + DONE
+                if self._include_usage or self._timings is not None:
+                    end: dict[str, Any] = {"usage": self._total_usage()} if self._include_usage else {}
+                    if self._timings is not None:
+                        end["timings"] = self._timings.fields(self._known_usage())
+                    last = self._head + b"]," + orjson.dumps(end)[1:] + b"\n\n" + DONE
             await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -241,6 +281,8 @@ class ChoicesResponse:
 
     def _record(self, number: int, output: GenerationOutput) -> None:
         self._usage[number] = output.usage
+        if self._timings is not None:
+            self._timings.record(output)
         if output.prompt_token_ids:  # only in the first output
             self._prompts[number].token_ids = output.prompt_token_ids
         if output.prompt_logprobs:
@@ -255,8 +297,11 @@ class ChoicesResponse:
             "system_fingerprint": None,
         }
 
+    def _known_usage(self) -> list[Usage]:
+        return [usage for usage in self._usage if usage is not None]
+
     def _total_usage(self) -> dict[str, Any]:
-        known = [usage for usage in self._usage if usage is not None]
+        known = self._known_usage()
         prompt = sum(usage.prompt_tokens for usage in known)
         completion = sum(usage.completion_tokens for usage in known) if self._count_completion else 0
         total: dict[str, Any] = {

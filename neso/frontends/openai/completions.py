@@ -35,6 +35,7 @@ from neso.frontends.openai.schemas import (
     GenerationFields,
     Integer,
     PromptLogprobs,
+    ReturnedTimings,
     ReturnedTokenIds,
     StopReason,
     TokenIds,
@@ -114,6 +115,7 @@ class CompletionStreamResponse(TypedDict):
     system_fingerprint: str | None
     choices: list[CompletionResponseChoice]
     usage: NotRequired[UsageInfo | None]
+    timings: NotRequired[ReturnedTimings]
 
 
 @open_object
@@ -127,6 +129,7 @@ class CompletionResponse(TypedDict):
     system_fingerprint: str | None
     choices: list[CompletionResponseChoice]
     usage: UsageInfo
+    timings: NotRequired[ReturnedTimings]
 
 
 class CompletionsApi:

@@ -61,30 +61,6 @@ def openapi_document(access: AccessOptions | None = None) -> dict[str, Any]:
     return document
 
 
-def docs_page() -> str:
-    """Return the Swagger UI for `/openapi.json`."""
-    return _page(
-        '<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">',
-        '<div id="swagger-ui"></div>'
-        '<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>'
-        '<script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#swagger-ui", deepLinking: true})</script>',
-    )
-
-
-def redoc_page() -> str:
-    """Return the ReDoc page for `/openapi.json`."""
-    return _page(
-        "<style>body { margin: 0 }</style>",
-        '<redoc spec-url="/openapi.json"></redoc>'
-        '<script src="https://cdn.jsdelivr.net/npm/redoc@2/bundles/redoc.standalone.js"></script>',
-    )
-
-
-def _page(head: str, body: str) -> str:
-    head = f'<meta charset="utf-8"><title>Neso API</title>{head}'
-    return f"<!DOCTYPE html><html><head>{head}</head><body>{body}</body></html>"
-
-
 def _schemas(operations: Sequence[Operation]) -> tuple[SchemaOf, dict[str, Any]]:
     """Return a function that maps a type and mode to a schema, and the definitions referenced by the schemas."""
     used: dict[tuple[Any, Any], None] = {(ErrorResponse, "serialization"): None}

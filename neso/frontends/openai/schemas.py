@@ -104,6 +104,9 @@ class GenerationFields(BaseModel):
     return_token_ids: bool | None = Field(
         None, description="Extension: return token ids of prompt and output."
     )
+    return_timings: bool | None = Field(
+        None, description="Extension: return times of queue, prefill and decode as `timings`."
+    )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Extension: name tokens in `logprobs` by id, as `token_id:1`."
     )
@@ -153,6 +156,20 @@ class PromptTokensDetails(TypedDict):
 
 
 @open_object
+class TimingsInfo(TypedDict):
+    """Milliseconds of the phases of a request, and numbers of tokens: computed, cached, generated, draft tokens."""
+
+    queue_ms: float
+    prompt_ms: float
+    predicted_ms: float
+    prompt_n: int
+    cache_n: int
+    predicted_n: int
+    draft_n: int
+    draft_n_accepted: int
+
+
+@open_object
 class UsageInfo(TypedDict):
     """Token counts."""
 
@@ -168,4 +185,5 @@ StopReason = Annotated[
 PromptLogprobs = Annotated[
     list[dict[str, Any] | None], Field(description="Extension: with `prompt_logprobs`.")
 ]
+ReturnedTimings = Annotated[TimingsInfo, Field(description="Extension: with `return_timings`.")]
 ReturnedTokenIds = Annotated[list[int], Field(description="Extension: with `return_token_ids`.")]

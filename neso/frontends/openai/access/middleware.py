@@ -6,8 +6,10 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,7 +17,7 @@ from neso.frontends.openai.access.api_keys import ApiKeys, bearer_token, request
 from neso.frontends.openai.errors import REQUEST_ID, ApiError
 from neso.frontends.openai.routing import error_response
 from neso.frontends.openai_options import OPEN_GROUPS, AccessOptions, OpenAIOptions
-from neso.frontends.security import RequiredHeader
+from neso.frontends.security import CROSS_SITE, RequiredHeader, is_cross_site
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID_HEADER = b"x-request-id"
+PUBLIC_FILES = "/static"
+"""Path of the web pages' files, which are the same on every server. They and `/` never require a key."""
 _VALID_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,512}")
 _CORS_METHODS = ("GET", "POST", "DELETE")
 _CORS_EXPOSED_HEADERS = (
@@ -80,6 +84,25 @@ def restrict(routes: list[Route], group: str, options: OpenAIOptions) -> list[Ro
     return routes
 
 
+def refuse_cross_site(routes: list[Route], origins: Sequence[str]) -> list[Route]:
+    """Refuse requests that web pages of other sites make browsers send, except pages of `origins` ("*": any)."""
+    for route in routes:
+        route.app = _same_site_only(route.app, origins)
+    return routes
+
+
+def _same_site_only(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    error = ApiError(403, CROSS_SITE, type="invalid_request_error", code="cross_site_request")
+
+    async def same_site(scope: Scope, receive: Receive, send: Send) -> None:
+        if is_cross_site(Headers(scope=scope).get, origins):
+            await error_response(error)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return same_site
+
+
 class RequestIdMiddleware:
     """Sets `x-request-id` of the response to the request's header if it is valid, else to a new id.
 
@@ -129,14 +152,20 @@ class AuthenticationMiddleware:
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_groups: tuple[str, ...]) -> None:
         self._app = app
         self._keys = keys
-        self._open_paths = tuple(path for group in open_groups for path in OPEN_GROUPS[group])
+        self._open_paths = (
+            PUBLIC_FILES,
+            *(path for group in open_groups for path in OPEN_GROUPS[group]),
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope["path"]):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         secret = bearer_token(scope)
         key = None if secret is None else self._keys.find(secret)
+        if key is None and self._is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
         if key is None:
             client = (scope.get("client") or ("?",))[0]
             logger.info("rejected %s %s from %s: no valid API key", scope["method"], scope["path"], client)
@@ -146,7 +175,7 @@ class AuthenticationMiddleware:
         await self._app(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
-        return any(path == own or path.startswith(f"{own}/") for own in self._open_paths)
+        return path == "/" or any(path == own or path.startswith(f"{own}/") for own in self._open_paths)
 
 
 def _missing_key(*, has_secret: bool) -> ASGIApp:

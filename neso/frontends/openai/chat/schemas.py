@@ -11,6 +11,7 @@ from neso.frontends.openai.schemas import (
     FailFastList,
     GenerationFields,
     Integer,
+    ReturnedTimings,
     StopReason,
     UsageInfo,
     open_object,
@@ -156,6 +157,7 @@ class ChatCompletionResponse(TypedDict):
     system_fingerprint: str | None
     choices: list[ChatCompletionResponseChoice]
     usage: UsageInfo
+    timings: NotRequired[ReturnedTimings]
 
 
 @open_object
@@ -189,3 +191,4 @@ class ChatCompletionStreamResponse(TypedDict):
     system_fingerprint: str | None
     choices: list[ChatCompletionStreamChoice]
     usage: NotRequired[UsageInfo | None]
+    timings: NotRequired[ReturnedTimings]

@@ -226,3 +226,13 @@ async def test_same_name_in_two_namespaces(serve, tmp_path: Path) -> None:
     assert (await client.post("/v2/models/first/infer", REQUEST)).json["outputs"][0]["data"] == [1.0]
     assert (await client.get("/v2/health/ready")).status == 200
     assert len((await client.get("/v2/models/stats")).json["model_stats"]) == 3
+
+
+async def test_control_refuses_pages_of_other_sites(client) -> None:
+    for path in ("/v2/repository/models/text/unload", "/v2/repository/models/text/load", "/v2/logging"):
+        for headers in ({"origin": "https://evil.example"}, {"sec_fetch_site": "cross-site"}):
+            reply = await client.post(path, {}, **headers)
+            assert (reply.status, "another origin" in reply.error) == (403, True)
+    assert (await client.get("/v2/models/text/ready")).status == 200
+    origin = f"http://127.0.0.1:{client.port}"
+    assert (await client.post("/v2/repository/index", {}, origin=origin)).status == 200
