@@ -139,7 +139,7 @@ async def _serve(options: ServeOptions, started: float) -> int:
         work = [loading]
         if core.front_ends is not None:
             work.append(asyncio.ensure_future(core.front_ends.start()))
-        if not await _wait_unless(stopping, asyncio.gather(*work)):
+        if not await _wait_unless(stopping, *work):
             return 0
         if core.front_ends is not None:
             await core.front_ends.synchronize()
@@ -286,9 +286,15 @@ def _failures(core: Core, options: ServeOptions) -> list[str]:
     ]
 
 
-async def _wait_unless(stopping: asyncio.Event, work: Awaitable[Any]) -> bool:
-    """Wait for `work`; returns False if `stopping` is set first."""
-    task = asyncio.ensure_future(work)
+async def _wait_unless(stopping: asyncio.Event, *work: Awaitable[Any]) -> bool:
+    """Wait for all of `work`; returns False if `stopping` is set first."""
+
+    async def wait() -> None:
+        await asyncio.gather(
+            *work
+        )  # in a task: a cancelled one is not logged, other than the future of `gather`
+
+    task = asyncio.ensure_future(wait())
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import socket
+import threading
 from pathlib import Path
 
 import pytest
+from eventually import wait_until
 from server_process import ServerProcess
 
 from neso.models import SHIPPED_MODELS
@@ -168,3 +172,32 @@ def test_a_reason_is_printed_while_a_model_is_stuck(tmp_path):
         with ServerProcess(*flags) as server:
             assert server.process.wait(60) == 1
             assert f"127.0.0.1:{port}" in server.output and "in use" in server.output
+
+
+STARTS_SLOWLY = """
+import os, pathlib, time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        pathlib.Path({file!r}).write_text(f"{{os.getpid()}}\\n")
+        time.sleep(600)
+
+    def execute(self, requests):
+        return None
+"""
+
+
+def test_server_that_is_stopped_while_a_model_loads_logs_no_traceback(tmp_path):
+    begun = tmp_path / "begun"
+    write_model(tmp_path / "models", "slow", CONFIG, model__py=STARTS_SLOWLY.format(file=str(begun)))
+
+    def stop() -> None:
+        wait_until(lambda: begun.exists() and begun.read_text().endswith("\n"))
+        os.kill(int(begun.read_text()), signal.SIGTERM)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    with ServerProcess(f"--model-repository={tmp_path / 'models'}", "--exit-timeout-secs=2") as server:
+        stopping.join()
+        server.process.wait(60)
+    assert "Traceback" not in server.output and "never retrieved" not in server.output, server.output

@@ -62,11 +62,15 @@ class VllmEngine:
     @classmethod
     async def start(cls, arguments: Any, record: library.Record | None = None) -> VllmEngine:
         """Start the engine's processes and load the model. Raises `InvalidArgument`."""
-        engine, orphan_reaper = await _start(arguments, record)
+        engine = cls(*await _start(arguments, record), frozenset(), arguments, record)
         try:
-            return cls(engine, orphan_reaper, await library.supported_tasks(engine), arguments, record)
-        except Exception as error:
+            engine.tasks = await library.supported_tasks(engine._engine)
+        except BaseException as error:
+            await asyncio.shield(engine.stop())  # its processes would hold the model's memory
+            if not isinstance(error, Exception):
+                raise
             raise InvalidArgument(f"vLLM cannot load the model: {error}") from None
+        return engine
 
     async def restart(self) -> None:
         """Shut down what is left of an engine that has ended, and start it again. Raises `InvalidArgument`."""
