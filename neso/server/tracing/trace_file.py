@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO
@@ -21,9 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class Held:
-    """Encoded traces that wait for their file, in an unnamed file of the same folder. Used in the writer's thread."""
+    """Encoded traces that wait for their file, in an unnamed file of the same folder. Used in the writer's thread.
+
+    `used`: whether traces were passed to `TraceFile.hold` since the last file; used on the event loop.
+    """
 
     def __init__(self, folder: str) -> None:
+        self.used = False
         self._folder = folder
         self._file: BinaryIO | None = None
 
@@ -53,7 +59,8 @@ class Held:
 class TraceFile:
     """Writes traces to `path`, or to `path`.0, `path`.1 and so on, in a separate thread.
 
-    The file at `path` is valid JSON after each write. Write errors are logged.
+    The file at `path` is valid JSON after each write. Write errors are logged. If `MAX_PENDING` traces, or tensors of
+    `MAX_PENDING_BYTES`, wait because the disk is slow, further traces are dropped and their number is logged.
     """
 
     def __init__(self, path: str) -> None:
@@ -61,6 +68,10 @@ class TraceFile:
         self._writer = ThreadPoolExecutor(1, "trace-file")  # the thread starts with the first write
         self._file: BinaryIO | None = None
         self._next_index = 0
+        self._lock = threading.Lock()  # for the counts below
+        self._pending = 0
+        self._pending_bytes = 0
+        self._dropped = 0
 
     def new_held(self) -> Held:
         """Return a place for traces whose file is not yet known."""
@@ -68,17 +79,18 @@ class TraceFile:
 
     def hold(self, held: Held, traces: Sequence[Trace]) -> None:
         """Keep traces for a later `append` or `write_next`."""
-        self._submit(held.add, traces)
+        if self._admit(traces):
+            held.used = True
+            self._submit(traces, held.add, traces)
 
     def append(self, held: Held, traces: Sequence[Trace]) -> None:
         """Append what is held, and further traces, to `path`, which the first call overwrites."""
-        self._submit(self._append, held, traces)
+        self._submit_file(self._append, held, traces)
 
     def write_next(self, held: Held, traces: Sequence[Trace]) -> None:
         """Write what is held, and further traces, to the next numbered file."""
-        path = f"{self._path}.{self._next_index}"
-        self._next_index += 1
-        self._submit(self._write, held, traces, path)
+        if self._submit_file(self._write, held, traces, f"{self._path}.{self._next_index}"):
+            self._next_index += 1
 
     def close(self) -> None:
         """Wait for pending writes. Blocks."""
@@ -86,13 +98,46 @@ class TraceFile:
         if self._file is not None:
             self._file.close()
 
-    def _submit(self, write: Any, *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the writer is closed if the server has stopped
-            self._writer.submit(write, *arguments).add_done_callback(self._report)
+    def _submit_file(self, write: Any, held: Held, traces: Sequence[Trace], *arguments: Any) -> bool:
+        """Write what is held, and the traces unless they are dropped. Returns False if there is nothing to write."""
+        if not self._admit(traces):
+            traces = ()
+            if not held.used:
+                return False
+        held.used = False
+        self._submit(traces, write, held, traces, *arguments)
+        return True
 
-    def _report(self, done: Future[None]) -> None:
+    def _admit(self, traces: Sequence[Trace]) -> bool:
+        """Count traces that will be written. Returns False if too many are waiting: they are dropped."""
+        size = _tensor_bytes(traces)
+        with self._lock:
+            full = self._pending + len(traces) > MAX_PENDING or self._pending_bytes + size > MAX_PENDING_BYTES
+            if full and self._pending:
+                if not self._dropped:
+                    logger.warning("traces are dropped: writing the file '%s' is too slow", self._path)
+                self._dropped += len(traces)
+                return False
+            self._pending += len(traces)
+            self._pending_bytes += size
+        return True
+
+    def _submit(self, traces: Sequence[Trace], write: Any, *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the writer is closed if the server has stopped
+            written = self._writer.submit(write, *arguments)
+            written.add_done_callback(functools.partial(self._written, len(traces), _tensor_bytes(traces)))
+
+    def _written(self, count: int, size: int, done: Future[None]) -> None:
         if (error := done.exception()) is not None:
             logger.error("failed to write the trace file '%s': %s", self._path, error)
+        with self._lock:
+            self._pending -= count
+            self._pending_bytes -= size
+            dropped = 0
+            if not self._pending:
+                dropped, self._dropped = self._dropped, 0
+        if dropped:
+            logger.warning("%d traces were dropped: writing the file '%s' was too slow", dropped, self._path)
 
     def _append(self, held: Held, traces: Sequence[Trace]) -> None:
         if held.empty and not traces:  # they could not be held
@@ -121,6 +166,10 @@ _SEPARATOR = b",\n"
 def _encode(traces: Sequence[Trace]) -> bytes:
     """Encode traces as comma-separated JSON objects."""
     return _SEPARATOR.join(orjson.dumps(entry) for trace in traces for entry in trace_entries(trace))
+
+
+def _tensor_bytes(traces: Sequence[Trace]) -> int:
+    return sum(trace.tensor_bytes for trace in traces)
 
 
 def trace_entries(trace: Trace) -> list[dict[str, Any]]:
@@ -169,6 +218,10 @@ MAX_BUFFERED = 256
 """Number of traces in memory that triggers an immediate write."""
 MAX_BUFFERED_BYTES = 1 << 20
 """Bytes of their tensors that do the same."""
+MAX_PENDING = 10_000
+"""Number of traces that wait for a slow disk."""
+MAX_PENDING_BYTES = 64 << 20
+"""Bytes of their tensors."""
 
 
 class TraceBuffer(TraceSink):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from trace_reader import check_order, read_traces
 from neso.server.inference_request import InferenceRequest
 from neso.server.tensor import Tensor
 from neso.server.tracing import TraceConfig
+from neso.server.tracing.trace_file import Held, TraceFile
 
 ENSEMBLE = """
 platform: "ensemble"
@@ -306,3 +308,53 @@ async def test_requests_succeed_without_a_writable_trace_file(start_core, reposi
     await send_traced_request(core, "identity")
     await core.stop()
     assert "failed to write the trace file" in caplog.text and "No such file" in caplog.text
+
+
+@pytest.mark.parametrize("setting", ["triton,log-frequency=1", "count=-1"])
+async def test_traces_are_dropped_if_the_disk_is_too_slow(start, repository, monkeypatch, caplog, setting):
+    ready = threading.Event()
+    for name in ("_append", "_write"):
+        write = getattr(TraceFile, name)
+
+        def wait(*arguments, write=write):
+            assert ready.wait(60)
+            write(*arguments)
+
+        monkeypatch.setattr(TraceFile, name, wait if name == "_append" else staticmethod(wait))
+    monkeypatch.setattr("neso.server.tracing.trace_file.MAX_PENDING", 10)
+    monkeypatch.setattr("neso.server.tracing.trace_file.FLUSH_AFTER", 1000)
+    monkeypatch.setattr("neso.server.tracing.trace_file.MAX_BUFFERED", 2)
+    repository.add("identity")
+    core, path = await start("level=TIMESTAMPS", setting)
+    for _ in range(30):
+        await send_traced_request(core, "identity")
+    assert "traces are dropped" in caplog.text
+    ready.set()
+    await until(lambda: "20 traces were dropped" in caplog.text)
+    await send_traced_request(core, "identity")
+    await core.stop()
+    files = (
+        [path] if setting == "count=-1" else [path.with_name(f"trace.json.{index}") for index in range(11)]
+    )
+    assert sum(len(read_traces(file)) for file in files) == 11
+
+
+async def test_held_traces_are_written_if_later_ones_are_dropped(start, repository, monkeypatch, caplog):
+    monkeypatch.setattr("neso.server.tracing.trace_file.MAX_BUFFERED", 2)
+    ready = threading.Event()
+    add = Held.add
+
+    def wait(held, traces):
+        assert ready.wait(60)
+        add(held, traces)
+
+    monkeypatch.setattr(Held, "add", wait)
+    monkeypatch.setattr("neso.server.tracing.trace_file.MAX_PENDING", 4)
+    repository.add("identity")
+    core, path = await start("level=TIMESTAMPS", "count=8")
+    for _ in range(8):
+        await send_traced_request(core, "identity")
+    ready.set()
+    await core.stop()
+    assert "4 traces were dropped" in caplog.text
+    assert len(read_traces(path.with_name("trace.json.0"))) == 4
