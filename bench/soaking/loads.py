@@ -17,7 +17,7 @@ import numpy as np
 import tritonclient.utils.shared_memory as shm
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from soaking.server import SoakServer
+from soaking.server import SHM_PREFIX, SoakServer
 
 TIMEOUT = 30.0
 
@@ -175,7 +175,7 @@ async def load_unload(clients: Clients) -> str:
 async def shared_memory(clients: Clients) -> str:
     """Infer through a shared-memory region, which is unregistered afterwards."""
     number = next(clients.numbers)
-    name, key, size = f"soak{number}", f"/neso_soak_{number}", 256
+    name, key, size = f"soak{number}", f"{SHM_PREFIX}{number}", 256
     handle = shm.create_shared_memory_region(name, key, 2 * size)
     prefix = f"/v2/systemsharedmemory/region/{name}"
     try:

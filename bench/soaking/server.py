@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,13 @@ from pathlib import Path
 import psutil
 from neso_server import FRONTENDS, NesoServer, served
 
+SHM_PREFIX = f"neso_soak_{os.getpid()}_"
+"""Prefix of the shared-memory regions of this run. Other programs on the machine have their own."""
+
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """Resources of the server and its child processes.
+    """Resources of the server and its child processes. `shm`: shared-memory regions of the clients.
 
     `seconds`: time since the server became ready; `rss`: in MiB, `server_rss`: without the child processes.
     """
@@ -61,7 +65,7 @@ class SoakServer:
             except psutil.NoSuchProcess:  # a child that has exited
                 if process is server:
                     raise
-        shm = sum(1 for _ in Path("/dev/shm").iterdir())
+        shm = sum(1 for file in Path("/dev/shm").iterdir() if file.name.startswith(SHM_PREFIX))
         return ResourceUsage(
             time.monotonic() - self._ready, rss / 2**20, own / 2**20, fds, threads, count, shm
         )
