@@ -29,7 +29,7 @@ from neso.cluster.sockets import FrontEndSocket
 from neso.cluster.work_queue import WorkerState
 from neso.engine.cluster_config import MIXED
 from neso.engine.core.stats import EngineStats
-from neso.engine.ipc.messages import EngineInfo, ExtendLease
+from neso.engine.ipc.messages import EngineInfo, ExtendLease, SendBlockKeys
 
 logger = logging.getLogger(__name__)
 
@@ -249,13 +249,20 @@ class Connections(ABC, Generic[H, W]):
 class WorkerConnections(Connections[Hello, WorkerState]):
     """The engines that execute the requests of a model.
 
-    `model`: digest that workers must have; `events`: receives joining and lost workers and their messages.
+    - model: digest that workers must have; events: receives joining and lost workers and their messages
+    - max_tracked_blocks: of each worker's prefix cache, see `WorkerPrefixes`
     """
 
     def __init__(
-        self, model: str, silence: float, sockets: Sequence[FrontEndSocket], events: WorkerEvents
+        self,
+        model: str,
+        silence: float,
+        sockets: Sequence[FrontEndSocket],
+        events: WorkerEvents,
+        max_tracked_blocks: int,
     ) -> None:
         self._model, self._events = model, events
+        self._max_tracked_blocks = max_tracked_blocks
         self._first_joined: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._past = EngineStats()  # counters of workers that were lost
         super().__init__(Hello, from_worker, silence, sockets)
@@ -278,20 +285,30 @@ class WorkerConnections(Connections[Hello, WorkerState]):
         reason = self._mismatch(hello)
         if reason:
             raise WorkerFailed(reason)
-        worker = WorkerState(name, hello.info, hello.roles)
+        worker = WorkerState(name, hello.info, hello.roles, self._max_tracked_blocks)
         worker.loras = hello.loras
         return worker
 
     def _joined(self, worker: WorkerState, hello: Hello) -> None:
+        self._ask_for_blocks(worker)
         self._events.worker_joined(worker)
         if not self._first_joined.done():
             self._first_joined.set_result(hello.info)
 
     def _received(self, worker: WorkerState, message: Report | EngineEvent) -> None:
         if isinstance(message, Report):
+            for changes in message.blocks:
+                if worker.blocks.apply(changes):
+                    self._ask_for_blocks(worker)
             self._events.worker_reported(worker, message)
         else:
             self._events.worker_event(worker, message)
+
+    def _ask_for_blocks(self, worker: WorkerState) -> None:
+        """Ask a worker for all keys of its prefix cache: they are not known yet, or a change was missed."""
+        if self._max_tracked_blocks and worker.info.enable_prefix_caching and worker.num_blocks:
+            worker.blocks.asked()
+            self.send(worker.name, Tell(SendBlockKeys()))
 
     def _lost(self, worker: WorkerState, reason: str) -> None:
         logger.warning("worker '%s' is lost with %d requests: %s", worker.name, len(worker.jobs), reason)

@@ -87,7 +87,9 @@ class ClusterChannel(EngineChannel):
         self._config = config.cluster
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._outputs: list[SequenceOutput] = []
-        self.connections = WorkerConnections(model, config.heartbeat_timeout, sockets, self)
+        self.connections = WorkerConnections(
+            model, config.heartbeat_timeout, sockets, self, config.cluster.max_tracked_blocks
+        )
         self._common = CommonCommands(
             lambda: self.workers, self.connections.send, self._events.put_nowait, self.stats
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from neso.engine.cluster_config import MIXED, Roles
+from neso.engine.core.prefix_keys import BlockChanges
 from neso.engine.core.request import SequenceOutput
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import Command, EngineInfo, Integrity, LoraDone, LoraNames
@@ -81,11 +82,12 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """Outputs of a step, if any; also sent regularly as a heartbeat."""
+    """Outputs of a step and changes of the prefix cache, if any; also sent regularly as a heartbeat."""
 
     credits: Credits
     stats: EngineStats
     frames: list[Frame] = []
+    blocks: list[BlockChanges] = []
 
 
 class EngineEvent(msgspec.Struct, frozen=True, tag="event"):

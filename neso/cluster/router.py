@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from neso.cluster.work_queue import Job, WorkerState
@@ -11,6 +12,9 @@ from neso.engine.cluster_config import DECODE, PREFILL
 
 MAX_DELAY = 0.05
 """Seconds that a request waits at most for a busy worker that holds its prefix or its adapter."""
+
+_NOISE = 1.4
+_MAX_AGE = 60.0
 
 
 class Choice(NamedTuple):
@@ -28,7 +32,9 @@ class Choice(NamedTuple):
 class Router:
     """Delay scheduling: a request waits a moment for the worker where it costs least, then goes to any other.
 
-    Costs are prompt tokens that the worker's cache does not hold, and the work in front of the request, see `Load`. A
+    Costs are prompt tokens that the worker's cache does not hold, and the work in front of the request, see `Load`,
+    multiplied by the measured slowness of the worker. If another worker computes the prompt, the time of the transfer
+    takes the place of the tokens. A
     request for which no worker has room holds up those behind it, so a large one is not overtaken forever. A request
     whose prompt is computed elsewhere starts when both workers have room, so neither waits for the other one.
 
@@ -42,20 +48,28 @@ class Router:
     def choose(self, window: Sequence[Job], workers: Sequence[WorkerState], now: float) -> Choice:
         """Choose the next grant among the oldest waiting requests. `now`: in seconds of the clock of the queue."""
         wake: float | None = None
+        measure_slowness(workers, now)
         decoders = [worker for worker in workers if "decode" in worker.roles]
         for job in window:
             free = [worker for worker in decoders if self._can_start(job, worker, workers)]
             if not free:
                 break
-            best = min(decoders, key=lambda worker: worker.cost(job))
+            best = min(decoders, key=partial(self._cost, job, workers))
             if best not in free:
                 ready = job.waiting_since + worthwhile_delay(job, best, free)
                 if now < ready:
                     wake = ready if wake is None else min(wake, ready)
                     continue
             worker = self._choose(job, free)
+            if self._prefiller(job, worker, workers) is not None:
+                worker = min(free, key=partial(self._cost, job, workers))
             return Choice(job, worker, self._prefiller(job, worker, workers))
         return Choice(wake=wake)
+
+    def _cost(self, job: Job, workers: Sequence[WorkerState], worker: WorkerState) -> tuple[float, int]:
+        """Return the cost of generating the text on a worker, and when it got its last request."""
+        remote = job.export is not None or bool(self.prefillers(job, worker, workers))
+        return worker.import_cost(job) if remote else worker.cost(job), worker.last_added
 
     def is_remote(self, job: Job, worker: WorkerState) -> bool:
         """Whether the prompt of a request is long enough to be computed by another worker than `worker`."""
@@ -85,6 +99,23 @@ class Router:
             return None
         free = [one for one in self.prefillers(job, worker, workers) if one.has_room(job)]
         return self._choose(job, free) if free else None
+
+
+def measure_slowness(workers: Sequence[WorkerState], now: float) -> None:
+    """Compare the times that the workers need for a prompt of mean length with that of the fastest one.
+
+    Differences below a factor of 1.4 do not count, they are noise. A worker that was not measured for a minute counts
+    as fast: it would never be measured again if it got no requests.
+    """
+    measured = [worker for worker in workers if now - worker.measured_at < _MAX_AGE]
+    length = sum(worker.speed.mean_tokens for worker in measured) / max(1, len(measured))
+    times = [worker.speed.seconds_for(length) for worker in measured]
+    fastest = min((seconds for seconds in times if seconds), default=0.0)
+    for worker in workers:
+        worker.slowness = 1.0
+    for worker, seconds in zip(measured, times, strict=True):
+        if seconds > _NOISE * fastest:
+            worker.slowness = seconds / fastest
 
 
 def worthwhile_delay(job: Job, best: WorkerState, others: Sequence[WorkerState]) -> float:

@@ -15,9 +15,11 @@ from itertools import islice
 import msgspec
 
 from neso.cluster.messages import Cost, Credits, Frame
-from neso.engine.client.engine_load import Load
+from neso.cluster.speed import PrefillSpeed
+from neso.cluster.worker_prefixes import WorkerPrefixes
+from neso.engine.client.engine_load import UNCACHED_COST, Load, RoutedRequest
 from neso.engine.client.prefix_estimate import PrefixEstimate, PrefixKeys
-from neso.engine.cluster_config import MIXED, Roles
+from neso.engine.cluster_config import DEFAULT_TRACKED_BLOCKS, MIXED, Roles
 from neso.engine.core.admission import WaitingQueue
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.sequence import Sequence as QueuedSequence
@@ -108,13 +110,15 @@ def _without_first(output: SequenceOutput, count: int) -> SequenceOutput:
 class Export:
     """The prompt of a request on the worker that computes it, or holds its blocks, for the worker that decodes.
 
-    `num_uncached`: tokens to compute, 0 afterwards; `touched`: time of the grant or of the last extension of the lease.
+    `num_uncached`: tokens to compute, 0 afterwards; `num_ahead`: these and those of earlier requests, at the grant;
+    `touched`: time of the grant or of the last extension of the lease.
     """
 
     worker: WorkerState
     transfer_id: str
     attempt: int
     num_uncached: int
+    num_ahead: int
     touched: float
 
 
@@ -134,7 +138,7 @@ class Job:
         self.waiting_since = arrived
         self.granted = 0.0
         self.last_output: float | None = None  # of the present attempt
-        self.num_uncached = 0
+        self.num_uncached = self.num_ahead = 0
         self.export: Export | None = None
         self.can_import = (
             request.pooling is None and request.draft is None and not request.sampling.needs_prompt_scores
@@ -167,8 +171,15 @@ class Job:
 class WorkerState(Load):
     """A worker as the front end knows it: its credits, the grants that these do not include, its requests."""
 
-    def __init__(self, name: str, info: EngineInfo, roles: Roles = MIXED) -> None:
+    def __init__(
+        self,
+        name: str,
+        info: EngineInfo,
+        roles: Roles = MIXED,
+        max_tracked_blocks: int = DEFAULT_TRACKED_BLOCKS,
+    ) -> None:
         super().__init__(info.block_size, PrefixEstimate(info.num_blocks))
+        self.blocks = WorkerPrefixes(name, self.prefixes, max_tracked_blocks)
         self.name, self.info, self.roles = name, info, roles
         self.num_blocks = info.num_blocks
         self.stats = EngineStats(num_blocks=info.num_blocks)
@@ -179,10 +190,23 @@ class WorkerState(Load):
         self.loras: dict[str, str | None] = {}
         self.itl = 0.0
         """Measured seconds between two tokens of a sequence."""
-        self.seconds_per_token = 0.0
-        """Measured time to prefill a token, including waiting in the worker; 0: not known."""
+        self.speed, self.measured_at = PrefillSpeed(), 0.0
+        self.slowness = 1.0
+        """Time of a prompt compared with the fastest worker, see `measure_slowness`."""
         self._num_grants = 0
         self._unseen: list[tuple[int, Cost]] = []
+
+    def held_blocks(self, keys: PrefixKeys) -> int:
+        return self.blocks.match(keys)
+
+    def add(self, request: RoutedRequest) -> int:
+        num_uncached = super().add(request)
+        self.blocks.add(request)
+        return num_uncached
+
+    def remove(self, request: RoutedRequest, num_uncached: int) -> None:
+        super().remove(request, num_uncached)
+        self.blocks.remove(request)
 
     def update(self, credits: Credits) -> None:
         """Use new credits, and forget the grants that they include."""
@@ -205,11 +229,35 @@ class WorkerState(Load):
         """Record the time of tokens after the first one."""
         self.itl = 0.9 * self.itl + 0.1 * seconds / tokens if self.itl else seconds / tokens
 
-    def observe_prefill(self, seconds: float, tokens: int) -> None:
-        """Record the time from a grant to its first output."""
-        measured = seconds / max(1, tokens)
-        old = self.seconds_per_token
-        self.seconds_per_token = measured if not old else 0.8 * old + 0.2 * measured
+    def observe_prefill(self, seconds: float, tokens: int, now: float = 0.0) -> None:
+        """Record the time from a grant to its first output.
+
+        `tokens`: to compute at the grant, of all requests; `now`: in seconds of the clock of the queue.
+        """
+        self.speed.observe(seconds, max(1, tokens))
+        self.measured_at = now
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Measured time to prefill a token; 0: not known."""
+        return self.speed.seconds_per_token
+
+    def cost(self, request: RoutedRequest) -> float:
+        return self.slowness * super().cost(request)
+
+    def import_cost(self, job: Job) -> float:
+        """Return the cost of a request whose prompt another worker computes, in the unit of `cost`.
+
+        The blocks that are missing here take the time of their transfer, at the speed of the transfers so far.
+        """
+        missing = self.uncached_tokens(job)
+        cost = super().cost(job) - UNCACHED_COST * missing
+        transfers, own = self.stats.kv_transfer, self.info.kv_format
+        if own is not None and transfers.import_seconds and self.seconds_per_token:
+            seconds = missing / self.block_size * own.block_bytes
+            seconds *= transfers.import_seconds / max(1, transfers.imported_bytes)
+            missing = min(missing, round(seconds / self.seconds_per_token))
+        return self.slowness * (cost + UNCACHED_COST * missing)
 
 
 class WorkQueue:
@@ -275,6 +323,7 @@ class WorkQueue:
         worker.reserve(cost)
         job.worker, job.granted, job.last_output = worker, self._clock(), None
         job.num_uncached = worker.add(job)
+        job.num_ahead = worker.num_prefill_tokens
         if job.export is not None:
             worker.num_prefill_tokens -= job.num_uncached
             job.num_uncached = 0
@@ -286,7 +335,10 @@ class WorkQueue:
         assert job.export is None
         cost = job.cost(worker)
         worker.reserve(cost)
-        job.export = Export(worker, f"{job.id}:{job.attempt}", job.attempt, worker.add(job), self._clock())
+        transfer_id, num_uncached = f"{job.id}:{job.attempt}", worker.add(job)
+        job.export = Export(
+            worker, transfer_id, job.attempt, num_uncached, worker.num_prefill_tokens, self._clock()
+        )
         worker.exports[job.id] = job
         return cost
 
@@ -294,8 +346,9 @@ class WorkQueue:
         """Record that the prompt is computed: its worker holds the blocks for the other one."""
         export = job.export
         if export is not None and export.num_uncached:
-            export.worker.observe_prefill(self._clock() - export.touched, export.num_uncached)
-            export.touched = self._clock()
+            now = self._clock()
+            export.worker.observe_prefill(now - export.touched, export.num_ahead, now)
+            export.touched = now
             export.worker.remove(job, export.num_uncached)
             export.num_uncached = 0
 
@@ -320,7 +373,7 @@ class WorkQueue:
             worker.observe_tokens(now - job.last_output, num_tokens)
         job.last_output = now
         if worker is not None and job.num_uncached:
-            worker.observe_prefill(now - job.granted, job.num_uncached)
+            worker.observe_prefill(now - job.granted, job.num_ahead, now)
             worker.num_prefill_tokens -= job.num_uncached
             job.num_uncached = 0
 

@@ -37,6 +37,7 @@ from neso.cluster.messages import (
 from neso.cluster.sockets import WorkerSocket
 from neso.engine.cluster_config import MIXED, ClusterConfig, Roles
 from neso.engine.config import EngineConfig
+from neso.engine.core.prefix_keys import BlockChanges
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.stats import EngineStats
 from neso.engine.errors import EngineError
@@ -113,6 +114,7 @@ class Worker:
         self._running: dict[str, _Running] = {}
         self._stats = EngineStats()
         self._loras: dict[str, str | None] = {}
+        self._block_changes: list[BlockChanges] = []  # for the next report
         self._num_grants = 0
         self._welcome: Welcome | None = None
         self._silent_checks = 0
@@ -213,8 +215,9 @@ class Worker:
         )
 
     def _report(self, frames: list[Frame]) -> None:
+        changes, self._block_changes = self._block_changes, []
         if self._welcome is not None:
-            self._socket.send(Report(self.credits(), self._stats, frames))
+            self._socket.send(Report(self.credits(), self._stats, frames, changes))
 
     async def _beat(self) -> None:
         """Send a report regularly, and give the front end up when it is silent."""
@@ -241,6 +244,8 @@ class Worker:
                 self._stats = stats
                 self._report(list(self._frames(outputs)))
                 self._changed.set()
+            case BlockChanges():
+                self._block_changes.append(event)
             case LoraNames(names):
                 self._loras = names
                 self._socket.send(EngineEvent(event))

@@ -16,6 +16,9 @@ MIN_TOKEN_LENGTH = 16
 """Minimum number of characters of the token that workers of other hosts share with the server."""
 
 
+DEFAULT_TRACKED_BLOCKS = 1_000_000
+
+
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Workers of a model. The descriptions are the help texts of the options."""
 
@@ -36,6 +39,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(description="A decode worker itself computes prompts with fewer tokens outside its cache."),
     ] = 256
+    max_tracked_blocks: Annotated[
+        int,
+        Meta(
+            description="Number of prefix-cache blocks per worker that the server knows by the worker's reports."
+            " The cache of a worker with more blocks is estimated; 0: of all workers."
+        ),
+    ] = DEFAULT_TRACKED_BLOCKS
     max_queue_seconds: Annotated[
         float | None,
         Meta(
@@ -79,7 +89,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def __post_init__(self) -> None:
-        for name in ("workers", "prefill_workers", "decode_workers", "min_remote_prefill"):
+        for name in (
+            "workers",
+            "prefill_workers",
+            "decode_workers",
+            "min_remote_prefill",
+            "max_tracked_blocks",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.prefill_workers and not (self.decode_workers or self.workers or self.worker_address):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,10 +16,12 @@ from neso.cluster.messages import (
     Grant,
     Hello,
     Report,
+    Tell,
     ToWorker,
     to_worker,
 )
 from neso.cluster.sockets import WorkerSocket
+from neso.engine.core.prefix_keys import BlockChanges
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
@@ -27,6 +30,8 @@ from neso.generation.output import FinishReason
 BLOCK = 16
 INFO = EngineInfo("native", 4096, 4, 384, 64, BLOCK, 2**20, 0.1)
 MODEL = "digest"
+
+T = TypeVar("T")
 
 
 class FakeWorker:
@@ -55,10 +60,10 @@ class FakeWorker:
     def send(self, message: Any) -> None:
         self._socket.send(message)
 
-    def report(self, *frames: Frame, sequences: int = 4) -> None:
-        """Send outputs, and credits for `sequences` more requests."""
+    def report(self, *frames: Frame, sequences: int = 4, blocks: Sequence[BlockChanges] = ()) -> None:
+        """Send outputs, credits for `sequences` more requests, and changes of the prefix cache."""
         credits = Credits(sequences, 1000, 1000, len(self.grants))
-        self.send(Report(credits, EngineStats(num_blocks=64), list(frames)))
+        self.send(Report(credits, EngineStats(num_blocks=64), list(frames), list(blocks)))
 
     def request(self, number: int = -1) -> EngineRequest:
         """Return the request of a grant."""
@@ -81,6 +86,11 @@ class FakeWorker:
             request_id=grant.request_id, index=index, token_ids=tokens, finish_reason=reason, **values
         )
         return Frame(grant.attempt, start, output)
+
+    def commands(self, kind: type[T]) -> list[T]:
+        """Return the commands of a kind for its engine."""
+        told = [message.command for message in self.received if isinstance(message, Tell)]
+        return [command for command in told if isinstance(command, kind)]
 
     def cancels(self) -> list[Cancel]:
         return [message for message in self.received if isinstance(message, Cancel)]

@@ -13,10 +13,11 @@ from eventually import until
 from fake_worker import BLOCK, INFO, MODEL, FakeWorker
 
 from neso.cluster.front_end import ClusterChannel
-from neso.cluster.messages import EngineEvent, Frame, Introduce, Leave, Refused, Tell, Welcome
+from neso.cluster.messages import EngineEvent, Frame, Introduce, Leave, Refused, Welcome
 from neso.cluster.sockets import FrontEndSocket, read_token
 from neso.engine.cluster_config import DECODE, PREFILL, ClusterConfig
 from neso.engine.config import EngineConfig
+from neso.engine.core.prefix_keys import BlockChanges
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.core.stats import EngineStats
@@ -29,7 +30,9 @@ from neso.engine.ipc.messages import (
     LoadLora,
     LoraDone,
     ReleaseLease,
+    SendBlockKeys,
     StepOutputs,
+    UnloadLora,
     Unsendable,
 )
 from neso.generation import LoraRequest, SamplingParams
@@ -130,6 +133,29 @@ async def test_request_is_granted_and_its_tokens_are_delivered(start: Start):
     worker.report(worker.frame([9], 2, finished=True))
     await until(lambda: front_end.tokens("a") == [7, 8, 9])
     assert not front_end.channel.queue.jobs
+
+
+async def test_blocks_that_a_worker_reports_are_known_and_a_gap_is_healed(start: Start):
+    front_end = await start()
+    worker = await front_end.join("w")
+    asked = lambda: worker.commands(SendBlockKeys)  # noqa: E731
+    await until(lambda: len(asked()) == 1)
+    blocks = front_end.channel.workers[0].blocks
+    worker.report(blocks=[BlockChanges(1, [5, 6], complete=True)])
+    worker.report(blocks=[BlockChanges(2, [7], [5])])
+    await until(lambda: len(blocks) == 2)
+    worker.report(blocks=[BlockChanges(4, [9])])
+    await until(lambda: len(asked()) == 2)
+    worker.report(blocks=[BlockChanges(5, [7, 8, 9], complete=True)])
+    await until(lambda: len(blocks) == 3)
+
+
+async def test_without_tracked_blocks_workers_are_not_asked(start: Start):
+    front_end = await start(cluster=ClusterConfig(max_tracked_blocks=0))
+    worker = await front_end.join("w")
+    front_end.add("a")
+    await until(lambda: worker.grants)
+    assert not worker.commands(SendBlockKeys)
 
 
 async def test_requests_wait_for_a_worker(start: Start):
@@ -341,12 +367,12 @@ async def test_adapter_is_loaded_by_all_workers_and_by_those_that_join_later(sta
     workers = [await front_end.join("first"), await front_end.join("second")]
     front_end.channel.send(LoadLora(5, LoraRequest(name="x", path="/x")))
     for worker in workers:
-        await until(lambda worker=worker: any(isinstance(message, Tell) for message in worker.received))
+        await until(lambda worker=worker: worker.commands(LoadLora))
         assert not front_end.events
         worker.send(EngineEvent(LoraDone(5, "")))
     await until(lambda: front_end.events == [LoraDone(5, "")])
     third = await front_end.join("third")
-    await until(lambda: any(isinstance(message, Tell) for message in third.received))
+    await until(lambda: third.commands(LoadLora))
 
 
 async def test_adapter_that_one_worker_cannot_load_is_unloaded_from_the_others(start: Start):
@@ -356,7 +382,7 @@ async def test_adapter_that_one_worker_cannot_load_is_unloaded_from_the_others(s
     first.send(EngineEvent(LoraDone(5, "")))
     second.send(EngineEvent(LoraDone(5, "no such file")))
     await until(lambda: front_end.events == [LoraDone(5, "no such file")])
-    await until(lambda: sum(isinstance(message, Tell) for message in first.received) == 2)
+    await until(lambda: first.commands(UnloadLora))
 
 
 async def test_integrity_of_all_workers_is_checked(start: Start):
@@ -439,8 +465,7 @@ async def split(start: Start) -> tuple[FrontEnd, FakeWorker, FakeWorker]:
 
 
 def released(worker: FakeWorker) -> list[str]:
-    commands = [message.command for message in worker.received if isinstance(message, Tell)]
-    return [command.transfer_id for command in commands if isinstance(command, ReleaseLease)]
+    return [command.transfer_id for command in worker.commands(ReleaseLease)]
 
 
 def finished_export(worker: FakeWorker) -> Frame:

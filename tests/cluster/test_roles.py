@@ -52,7 +52,7 @@ def test_a_period_passes_after_a_change():
 def test_pressure_is_queue_time_and_time_between_tokens():
     workers = [worker(PREFILL), worker(DECODE)]
     assert pressure(workers, 1000, 1.0, 0.1) == (0.0, 0.0)  # nothing was measured
-    workers[0].seconds_per_token = 0.001
+    workers[0].observe_prefill(0.1, 100)
     workers[0].num_prefill_tokens = 500
     workers[1].itl = 0.05
     assert pressure(workers, 1000, 0.5, 0.1) == (3.0, 0.0)  # nothing generates

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from neso.cluster.messages import Credits
-from neso.cluster.router import MAX_DELAY, Choice, Router
+from neso.cluster.router import MAX_DELAY, Choice, Router, measure_slowness
+from neso.cluster.speed import PrefillSpeed
 from neso.cluster.work_queue import Job, WorkerState
 from neso.engine.client.prefix_estimate import PrefixKeys
+from neso.engine.cluster_config import DECODE, PREFILL
+from neso.engine.core.prefix_keys import BlockChanges
 from neso.engine.core.request import EngineRequest
+from neso.engine.core.stats import EngineStats, KvTransferStats
 from neso.engine.ipc.messages import EngineInfo
+from neso.engine.kv_transfer.format import KvFormat
 from neso.generation import LoraRequest, SamplingParams
 
 BLOCK = 16
 INFO = EngineInfo("native", 4096, 8, 384, 1024, BLOCK, 2**20, 0.1)
+KV_FORMAT = KvFormat(model="", layout="", dtype="float32", block_size=BLOCK, num_parts=1, part_bytes=1000)
 FULL, FREE = Credits(), Credits(8, 1000, 1000)
 
 
 def worker(name: str, credits: Credits = FREE) -> WorkerState:
     state = WorkerState(name, INFO)
     state.update(credits)
-    state.seconds_per_token = 0.001
+    state.observe_prefill(0.1, 100)
     return state
 
 
@@ -35,7 +44,7 @@ def job(tokens: int = 160, *, lora: str | None = None, first: int = 1) -> Job:
 
 def holding(state: WorkerState, request: Job) -> WorkerState:
     assert request.keys is not None
-    state.prefixes.add(request.keys.keys)
+    state.blocks.apply(BlockChanges(1, request.keys.keys, complete=True))
     return state
 
 
@@ -65,7 +74,7 @@ def test_request_does_not_wait_longer_than_it_saves():
     other, holder = worker("other"), holding(worker("holder", FULL), request)
     choice = Router().choose([request], [other, holder], 0.0)
     assert choice.wake is not None and 0 < choice.wake < MAX_DELAY
-    other.seconds_per_token = 0.0  # nothing is known
+    other.speed = PrefillSpeed()  # nothing is known
     assert Router().choose([request], [other, holder], 0.0).worker is other
 
 
@@ -84,3 +93,72 @@ def test_request_without_room_holds_up_the_queue():
 
 def test_without_workers_requests_wait():
     assert Router().choose([job()], [], 0.0) == Choice()
+
+
+def test_workers_with_equal_costs_take_turns():
+    workers = [worker(name) for name in "abc"]
+    router, counts = Router(), dict.fromkeys("abc", 0)
+    for first in range(300):
+        request = job(first=1000 + first)  # nothing is in flight at each choice
+        chosen = router.choose([request], workers, 0.0).worker
+        assert chosen is not None
+        chosen.remove(request, chosen.add(request))
+        counts[chosen.name] += 1
+    assert max(counts.values()) <= 1.3 * min(counts.values())
+
+
+def test_slow_worker_gets_less():
+    slow, fast = worker("slow"), worker("fast")
+    slow.speed = PrefillSpeed()
+    for _ in range(10):
+        slow.observe_prefill(0.4, 100)
+        fast.observe_prefill(0.1, 100)
+    counts = {"slow": 0, "fast": 0}
+    for first in range(100):
+        request = job(first=1000 + first)
+        chosen = Router().choose([request], [slow, fast], 0.0).worker
+        assert chosen is not None
+        chosen.add(request)
+        chosen.update(FREE)
+        counts[chosen.name] += 1
+    assert 3 <= counts["fast"] / counts["slow"] <= 5
+
+
+def test_transfer_takes_the_place_of_the_prompt():
+    """The fast link outweighs the blocks that the other decode worker holds; without a measured speed, it does not."""
+    info = msgspec.structs.replace(INFO, kv_address="ipc://kv", kv_format=KV_FORMAT)
+    prefill, holder, linked = (
+        WorkerState(name, info, roles)
+        for name, roles in (("prefill", PREFILL), ("holder", DECODE), ("linked", DECODE))
+    )
+    request = job(320)
+    assert request.keys is not None
+    for one in (prefill, holder, linked):
+        one.update(FREE)
+        one.observe_prefill(0.1, 100)
+    holder.blocks.apply(BlockChanges(1, request.keys.keys[:2], complete=True))
+    workers = [prefill, holder, linked]
+    assert Router(64).choose([request], workers, 0.0)[1:3] == (holder, prefill)
+    linked.stats = EngineStats(kv_transfer=KvTransferStats(imported_bytes=1_000_000_000, import_seconds=1.0))
+    assert Router(64).choose([request], workers, 0.0)[1:3] == (linked, prefill)
+
+
+def test_speed_is_a_line_so_short_prompts_do_not_make_a_worker_slow():
+    short, long = worker("short"), worker("long")
+    short.speed, long.speed = PrefillSpeed(), PrefillSpeed()
+    for tokens in (4, 8, 12, 16):
+        short.observe_prefill(0.010 + 0.001 * tokens, tokens)
+        long.observe_prefill(0.010 + 0.001 * 50 * tokens, 50 * tokens)
+    assert short.seconds_per_token == pytest.approx(0.001)
+    assert long.seconds_per_token == pytest.approx(0.001)
+
+
+def test_worker_that_was_not_measured_for_long_is_tried_again():
+    slow, fast = worker("slow"), worker("fast")
+    for _ in range(10):
+        slow.observe_prefill(4.0, 100)
+        fast.observe_prefill(0.1, 100)
+    measure_slowness([slow, fast], 1.0)
+    assert (slow.slowness > 10, fast.slowness) == (True, 1.0)
+    measure_slowness([slow, fast], 1000.0)
+    assert slow.slowness == 1.0

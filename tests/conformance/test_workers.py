@@ -123,6 +123,24 @@ def test_worker_with_another_model_is_refused(cluster: Cluster):
     assert "refuses this worker: it has another checkpoint, or other options" in result.stderr
 
 
+def test_repeated_prompts_go_to_the_worker_that_holds_them(cluster: Cluster):
+    """The server knows from the workers' reports which of them has computed a prompt, in any order of requests."""
+    wait_until(lambda: cluster.count("workers") == 2)
+    prompts = [f"{number}: " + "Workers report their blocks. " * 20 for number in range(5)]
+
+    def run(prompt: str) -> None:
+        cluster.client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)
+
+    for prompt in prompts:
+        run(prompt)
+    assert cluster.server.gauge("neso_worker_prefix_blocks") >= 5
+    queries, hits = (cluster.server.gauge(f"vllm:prefix_cache_{name}_total") for name in ("queries", "hits"))
+    for prompt in prompts[::-1] * 2:
+        run(prompt)
+    queries = cluster.server.gauge("vllm:prefix_cache_queries_total") - queries
+    assert cluster.server.gauge("vllm:prefix_cache_hits_total") - hits > 0.8 * queries
+
+
 def test_cancelled_requests_are_aborted_in_the_worker(cluster: Cluster):
     stream = cluster.client.completions.create(
         model=MODEL, prompt="Tell a story", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}

@@ -68,6 +68,10 @@ WORKER_FAMILIES: dict[Family, Callable[[WorkerState], float]] = {
     _worker_family("kv_cache_usage", "Fraction of its KV cache in use."): lambda w: (
         w.stats.num_used_blocks / w.stats.num_blocks if w.stats.num_blocks else 0.0
     ),
+    _worker_family(
+        "prefix_blocks",
+        "Blocks of its prefix cache that the server knows; an estimate if it does not report them.",
+    ): lambda w: len(w.blocks),
     _worker_family("inter_token_seconds", "Measured time between two tokens of a sequence."): lambda w: w.itl,
     _worker_family("prefill_tokens_per_second", "Measured speed of its prefills, 0: not known."): lambda w: (
         1 / w.seconds_per_token if w.seconds_per_token else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol, TypeVar
 
 from neso.engine.client.async_engine import AsyncEngine
@@ -24,6 +25,7 @@ SEQUENCE_COST = 32
 ADAPTER_COST = 64
 """An adapter that an engine does not run at present counts as this many prompt tokens."""
 _MAX_PREFIXES = 10_000
+_additions = count(1)
 
 
 class RoutedRequest(Protocol):
@@ -45,6 +47,8 @@ class Load:
 
     - prefixes: estimate of its prefix cache; num_sequences: of the requests in flight
     - num_prefill_tokens: prompt tokens of requests without an output; adapters: number of requests in flight by adapter
+    - last_added: when it got its last request, as a number that grows with each request. Of engines with equal costs,
+      the one that has waited longest is chosen
     """
 
     block_size: int
@@ -52,14 +56,19 @@ class Load:
     num_sequences: int = 0
     num_prefill_tokens: int = 0
     adapters: Counter[str] = field(default_factory=Counter)
+    last_added: int = 0
 
     def uncached_tokens(self, request: RoutedRequest) -> int:
         """Return how many tokens of the prompt would have to be computed."""
         if request.keys is None:
             return request.num_prompt_tokens
-        return max(1, request.num_prompt_tokens - self.prefixes.match(request.keys.keys) * self.block_size)
+        return max(1, request.num_prompt_tokens - self.held_blocks(request.keys) * self.block_size)
 
-    def cost(self, request: RoutedRequest) -> int:
+    def held_blocks(self, keys: PrefixKeys) -> int:
+        """Return how many of the first blocks its prefix cache holds."""
+        return self.prefixes.match(keys.keys)
+
+    def cost(self, request: RoutedRequest) -> float:
         """Return the work in front of the request and its own, in prompt tokens."""
         cost = UNCACHED_COST * self.uncached_tokens(request) + self.num_prefill_tokens
         cost += SEQUENCE_COST * self.num_sequences
@@ -70,6 +79,7 @@ class Load:
     def add(self, request: RoutedRequest) -> int:
         """Count a request that is sent to the engine. Returns how many prompt tokens it has to compute."""
         num_uncached = self.uncached_tokens(request)
+        self.last_added = next(_additions)
         self.num_sequences += request.num_sequences
         self.num_prefill_tokens += num_uncached
         if request.lora is not None:
@@ -150,13 +160,13 @@ class LeastCost:
         the other engine."""
 
     def __call__(self, request: RoutedRequest, engines: Sequence[AnyLoad]) -> AnyLoad:
-        best = min(engines, key=lambda engine: engine.cost(request))
+        best = min(engines, key=lambda engine: (engine.cost(request), engine.last_added))
         others = [engine for engine in engines if engine is not best]
         if not others or request.keys is None:
             return best
-        other = min(others, key=lambda engine: engine.num_sequences)
+        other = min(others, key=lambda engine: (engine.num_sequences, engine.last_added))
         keys = request.keys.keys
-        held, held_by_other = best.prefixes.match(keys), other.prefixes.match(keys)
+        held, held_by_other = best.held_blocks(request.keys), other.held_blocks(request.keys)
         if held <= held_by_other:
             return best
         key = keys[held_by_other]

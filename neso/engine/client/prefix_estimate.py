@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 
+from neso.engine.core.prefix_keys import AdapterVersion, next_key, root_key
 from neso.engine.core.request import EngineRequest
 
 
@@ -12,19 +14,20 @@ class PrefixKeys:
     """Keys of the full blocks of a sequence; each covers all tokens up to the end of its block.
 
     Sequences with equal keys have equal tokens, adapters, salts and images, except for collisions of 64-bit hashes.
+
+    known_to_engines: engines report these keys for the blocks of the request. They replace images and embeddings by
+    digests that only they know.
     """
 
     def __init__(self, request: EngineRequest, block_size: int) -> None:
         self._block_size = block_size
-        embeddings = request.input_embeddings
-        self._last = hash(
-            (
-                request.cache_identity,
-                None if request.lora is None else request.lora.name,
-                None if embeddings is None else (embeddings.positions, embeddings.rows),
-                tuple((image.positions, image.pixels) for image in request.images),
-            )
-        )
+        content = [part for image in request.images for part in (image.positions, image.pixels)]
+        if request.input_embeddings is not None:
+            content += [request.input_embeddings.positions, request.input_embeddings.rows]
+        self.known_to_engines = not content
+        adapter = () if request.lora is None else (AdapterVersion(request.lora.name, 0),)
+        others = tuple(blake2b(part, digest_size=16).hexdigest() for part in content)
+        self._last = root_key((*request.cache_identity, *adapter, *others))
         self._rest: list[int] = []
         self.keys: list[int] = []
         self.extend(request.prompt_token_ids)
@@ -34,7 +37,7 @@ class PrefixKeys:
         size, tokens = self._block_size, [*self._rest, *token_ids]
         full = len(tokens) // size * size
         for start in range(0, full, size):
-            self._last = hash((self._last, *tokens[start : start + size]))
+            self._last = next_key(self._last, tokens[start : start + size])
             self.keys.append(self._last)
         self._rest = tokens[full:]
 

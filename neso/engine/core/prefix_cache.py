@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
 from neso.engine.core.block_pool import IntegrityError
+from neso.engine.core.prefix_keys import BlockChanges, BlockJournal, next_key, root_key
 from neso.engine.core.sequence import CacheToken
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixNode:
+    """Identifies a prefix in the cache. `key`: the same for equal prefixes in all engines, see `prefix_keys`."""
+
+    key: int
 
 
 class BlockTransfer(NamedTuple):
@@ -39,30 +47,36 @@ class HostCache:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.stats = HostCacheStats()
-        self._kept: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()  # key → (host block, node)
+        self._kept: OrderedDict[Hashable, tuple[int, PrefixNode]] = OrderedDict()  # key → (host block, node)
         self._free = list(range(num_blocks))
         self._transfers: list[BlockTransfer] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def node_of(self, key: Hashable) -> int | None:
+    def node_of(self, key: Hashable) -> PrefixNode | None:
         """Return the node of a prefix on the host; None if it is not there."""
         kept = self._kept.get(key)
         return kept[1] if kept is not None else None
 
-    def store(self, key: Hashable, node: int, device_block: int) -> None:
-        """Store a device block that is about to be overwritten."""
+    def store(self, key: Hashable, node: PrefixNode, device_block: int) -> PrefixNode | None:
+        """Store a device block that is about to be overwritten. Returns the node that is no longer cached, if any."""
         if not self._free and not self._kept:
-            return  # the host has no blocks, or all are being loaded
+            return node  # the host has no blocks, or all are being loaded
+        dropped: PrefixNode | None = None
         if not self._free:
-            _, (oldest, _) = self._kept.popitem(last=False)
+            _, (oldest, dropped) = self._kept.popitem(last=False)
             self._free.append(oldest)
             self.stats.evicted_blocks += 1
         host_block = self._free.pop()
         self._kept[key] = host_block, node
         self._transfers.append(BlockTransfer(1, device_block, host_block))
         self.stats.stored_blocks += 1
+        return dropped
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Return the nodes of all blocks."""
+        return (node for _, node in self._kept.values())
 
     def take(self, key: Hashable) -> int:
         """Remove a block for loading; it is not overwritten before `load`. Raises `KeyError`."""
@@ -75,7 +89,7 @@ class HostCache:
         self._free.append(host_block)
         self.stats.loaded_blocks += 1
 
-    def drop(self, key: Hashable) -> int | None:
+    def drop(self, key: Hashable) -> PrefixNode | None:
         """Drop a block, because the device has the same content; returns its node, None if it is not on the host."""
         if key not in self._kept:
             return None
@@ -120,7 +134,7 @@ class CachedBlock:
     """A full block, and the node that identifies the prefix up to its end. `block`: None if it is on the host."""
 
     block: int | None
-    node: int
+    node: PrefixNode
     key: tuple[Hashable, Tokens]
 
 
@@ -129,8 +143,8 @@ class PrefixCache:
     """A map (parent, tokens) -> cached block, where parent is the node of the previous block.
 
     The first block's parent is the cache identity of the sequence (adapter version, salt), so prefixes of different
-    identities never match. The dictionary compares the tokens themselves, so hash collisions are harmless. Node numbers
-    are never reused; descendants of an evicted node are unreachable, and their blocks are reused eventually. With a
+    identities never match. The dictionary compares the tokens themselves, so hash collisions are harmless. Nodes are
+    never reused; descendants of an evicted node are unreachable, and their blocks are reused eventually. With a
     `host` tier, evicted blocks are stored there and keep their nodes.
     """
 
@@ -139,7 +153,7 @@ class PrefixCache:
     stats: PrefixCacheStats = field(default_factory=PrefixCacheStats)
     _cached: dict[tuple[Hashable, Tokens], CachedBlock] = field(default_factory=dict)
     _key_of_block: dict[int, tuple[Hashable, Tokens]] = field(default_factory=dict)
-    _next_node: int = 0
+    _journal: BlockJournal | None = None
 
     def __len__(self) -> int:
         return len(self._cached)
@@ -181,7 +195,7 @@ class PrefixCache:
             return self.host.node_of(cached.key) == cached.node
         return self._key_of_block.get(cached.block) is cached.key
 
-    def insert(self, parent: Hashable, tokens: Tokens, block: int) -> int:
+    def insert(self, parent: Hashable, tokens: Tokens, block: int) -> PrefixNode:
         """Register a full block; returns the node of the prefix that ends with it.
 
         If another block with the same prefix is cached, that block is kept and its node is returned.
@@ -192,8 +206,10 @@ class PrefixCache:
             return known.node
         node = self.host.drop(key)
         if node is None:
-            self._next_node += 1
-            node = self._next_node
+            above = parent.key if isinstance(parent, PrefixNode) else root_key(parent)
+            node = PrefixNode(next_key(above, tokens))
+            if self._journal is not None:
+                self._journal.add(node.key)
         self._register(key, node, block)
         return node
 
@@ -202,7 +218,7 @@ class PrefixCache:
         self.host.load(host_block, block)
         self._register(cached.key, cached.node, block)
 
-    def _register(self, key: tuple[Hashable, Tokens], node: int, block: int) -> None:
+    def _register(self, key: tuple[Hashable, Tokens], node: PrefixNode, block: int) -> None:
         self._cached[key] = CachedBlock(block, node, key)
         self._key_of_block[block] = key
 
@@ -212,10 +228,28 @@ class PrefixCache:
         if key is not None:
             evicted = self._cached.pop(key)
             self.stats.evicted_blocks += 1
-            self.host.store(key, evicted.node, block)
+            dropped = self.host.store(key, evicted.node, block)
+            if dropped is not None and self._journal is not None:
+                self._journal.remove(dropped.key)
 
     def clear(self) -> None:
         """Remove everything."""
         self._cached.clear()
         self._key_of_block.clear()
         self.host.clear()
+        if self._journal is not None:
+            self._journal.clear()
+
+    def all_keys(self) -> BlockChanges:
+        """Return the keys of all cached prefixes, and begin to record changes for `take_changes`."""
+        if self._journal is None:
+            self._journal = BlockJournal()
+            for cached in self._cached.values():
+                self._journal.add(cached.node.key)
+            for node in self.host.nodes():
+                self._journal.add(node.key)
+        return self._journal.snapshot()
+
+    def take_changes(self) -> BlockChanges | None:
+        """Return the changes since the last message; None if there are none, or before `all_keys`."""
+        return None if self._journal is None else self._journal.take()

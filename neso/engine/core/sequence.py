@@ -8,6 +8,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from neso.engine.core.prefix_keys import AdapterVersion
 from neso.engine.core.request import EngineRequest
 from neso.generation.output import FinishReason
 
@@ -94,7 +95,7 @@ class Sequence:
     import_error: str = ""
     num_cached_blocks: int = 0
     num_window_freed_blocks: int = 0
-    cache_identity: tuple[str, ...] = ()
+    cache_identity: tuple[str | AdapterVersion, ...] = ()
     cache_parent: Hashable = None
     prefix_match: list[CachedBlock] = field(default_factory=list)
     num_preemptions: int = 0

@@ -42,6 +42,7 @@ from neso.engine.ipc.messages import (
     LoraDone,
     LoraNames,
     ReleaseLease,
+    SendBlockKeys,
     Shutdown,
     UnloadLora,
     client_of,
@@ -79,6 +80,13 @@ class EngineService:
         self._emit_lora_names()
         return outputs
 
+    def emit_block_changes(self) -> None:
+        """Send the changes of the prefix cache, if a client has asked for them."""
+        if isinstance(self.core, EngineCore):
+            changes = self.core.scheduler.kv.prefix_cache.take_changes()
+            if changes is not None:
+                self._emit(changes)
+
     def apply(self, command: Command | InvalidCommand) -> list[SequenceOutput]:
         """Apply a command. An error is reported to the sender and does not affect other requests."""
         if isinstance(command, InvalidCommand):
@@ -95,6 +103,8 @@ class EngineService:
                     self._change_lora(command)
                 case ExtendLease() | ReleaseLease():
                     self._change_lease(command)
+                case SendBlockKeys() if isinstance(self.core, EngineCore):
+                    self._emit(self.core.scheduler.kv.prefix_cache.all_keys())
             return []
         except Exception as error:
             logger.exception("a command failed: %s", type(command).__name__)
@@ -193,6 +203,7 @@ class EngineLoop:
             if stepped:
                 outputs += self._service.step()
             self._watchdog.end()
+            self._service.emit_block_changes()
             # Send statistics even without outputs, after an abort or a prefill chunk, so that the client's are current.
             if stepped or outputs or commands:
                 self._clients.send_step(outputs, core.stats())

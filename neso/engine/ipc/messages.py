@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from neso.engine.core.prefix_keys import BlockChanges
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.stats import EngineStats
 from neso.engine.kv_transfer.format import KvFormat
@@ -67,6 +68,10 @@ class ReleaseLease(msgspec.Struct, frozen=True, tag="release_lease"):
     transfer_id: str
 
 
+class SendBlockKeys(msgspec.Struct, frozen=True, tag="send_block_keys"):
+    """Send the keys of all cached prefixes, and their changes from then on, as `BlockChanges` to the server process."""
+
+
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """Serve another client, which has bound a pair socket to `address`; its first event is `EngineInfo`."""
 
@@ -92,6 +97,7 @@ Command = (
     | UnloadLora
     | ExtendLease
     | ReleaseLease
+    | SendBlockKeys
     | Attach
     | Detach
     | Shutdown
@@ -182,7 +188,7 @@ class LoraNames(msgspec.Struct, frozen=True, tag="lora_names"):
     names: dict[str, str | None]
 
 
-Event = EngineInfo | LoadFailed | StepOutputs | Integrity | LoraDone | LoraNames
+Event = EngineInfo | LoadFailed | StepOutputs | Integrity | LoraDone | LoraNames | BlockChanges
 
 
 class Unsendable(ValueError):

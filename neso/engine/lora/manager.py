@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from neso.engine.core.addon import Addon, Failures, RequestError
+from neso.engine.core.prefix_keys import AdapterVersion
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.step import Step
@@ -115,7 +116,7 @@ class LoraManager(Addon):
             return
         version = self._version_for(wanted)
         sequence.addons[self] = AdapterUse(version)
-        sequence.cache_identity = (*sequence.cache_identity, f"adapter {version}")
+        sequence.cache_identity = (*sequence.cache_identity, AdapterVersion(wanted.name, version))
         sequence.adapter_digest = partial(self._digests.get, version)
         self._cache.pin(version)
 

@@ -186,11 +186,10 @@ async def test_salts_and_adapters_do_not_share_prefixes():
     shared = prompt(1, 320)
     client.submit("holder", shared, cache_identity=("salt",))
     client.finish("holder")
-    client.submit("busy", [1, 2])
+    client.submit("busy", shared, cache_identity=("salt",))
     client.submit("unsalted", shared)
-    assert client.engine_of("unsalted") == 1
     client.submit("salted", [*shared, 1], cache_identity=("salt",))
-    assert client.engine_of("salted") == 0
+    assert [client.engine_of(name) for name in ("busy", "unsalted", "salted")] == [0, 1, 0]
 
 
 async def test_requests_wait_in_one_queue_and_go_to_the_first_engine_with_room():
@@ -327,7 +326,9 @@ async def test_prefixes_of_an_ended_engine_are_forgotten():
     client.finish("holder")
     client.engines[0].die()
     await client.group.restart(0)
+    client.submit("other", [1])
     client.submit("busy", [1])
+    assert [client.engine_of(name) for name in ("other", "busy")] == [1, 0]
     client.submit("again", shared)
     assert client.engine_of("again") == 1
 
