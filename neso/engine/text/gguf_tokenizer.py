@@ -80,8 +80,7 @@ class Vocabulary:
 def read_gguf_tokenizer(path: Path) -> TokenizerFiles:
     """Return the equivalent of the model's tokenizer.json and tokenizer_config.json.
 
-    `tokenizer_config` always has "add_bos_token" and "add_eos_token". Raises `TokenizerError` with the file and the
-    metadata key.
+    Raises `TokenizerError` with the file and the metadata key.
     """
     try:
         with GGUFFile(path) as file:
@@ -109,11 +108,8 @@ def _read(metadata: Metadata) -> TokenizerFiles:
     _add_tokens(backend, vocabulary)
     return TokenizerFiles(
         backend=backend,
-        tokenizer_config={
-            **roles,
-            "add_bos_token": _adds(metadata, "bos", roles, add_bos),
-            "add_eos_token": _adds(metadata, "eos", roles, False),
-        },
+        tokenizer_config=roles,
+        adds_bos_eos=(_adds(metadata, "bos", roles, add_bos), _adds(metadata, "eos", roles, False)),
         generation_config={"eos_token_id": _end_ids(metadata, vocabulary)},
         chat_templates=_chat_templates(metadata),
     )

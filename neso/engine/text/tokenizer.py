@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -68,16 +69,17 @@ class Tokenizer:
         `add_bos_token` and `add_eos_token` override the special tokens that tokenizer.json adds to a text; if only one
         is given, the other is False (as in `transformers`).
         """
-        return cls._from_files(TokenizerFiles.read(Path(path)), add_bos_token, add_eos_token)
+        files = TokenizerFiles.read(Path(path))
+        if add_bos_token is not None or add_eos_token is not None:
+            files = replace(files, adds_bos_eos=(bool(add_bos_token), bool(add_eos_token)))
+        return cls._from_files(files)
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
         """Load the tokenizer of a GGUF file. Raises `TokenizerError` with the file."""
         from neso.engine.text.gguf_tokenizer import read_gguf_tokenizer  # lazy: only for GGUF files
 
-        files = read_gguf_tokenizer(Path(path))
-        config = files.tokenizer_config
-        return cls._from_files(files, config["add_bos_token"], config["add_eos_token"])
+        return cls._from_files(read_gguf_tokenizer(Path(path)))
 
     @classmethod
     def from_model(cls, path: str | Path) -> Tokenizer:
@@ -85,15 +87,14 @@ class Tokenizer:
         return cls.from_gguf(path) if Path(path).is_file() else cls.from_directory(path)
 
     @classmethod
-    def _from_files(
-        cls, files: TokenizerFiles, add_bos_token: bool | None, add_eos_token: bool | None
-    ) -> Tokenizer:
+    def _from_files(cls, files: TokenizerFiles) -> Tokenizer:
         backend = files.backend
         _add_missing_tokens(backend, files)
         special_tokens = SpecialTokens.resolve(files, backend.token_to_id)
-        if add_bos_token is not None or add_eos_token is not None:
-            begin = special_tokens.texts.get("bos_token") if add_bos_token else None
-            end = special_tokens.texts.get("eos_token") if add_eos_token else None
+        if files.adds_bos_eos is not None:
+            adds_bos, adds_eos = files.adds_bos_eos
+            begin = special_tokens.texts.get("bos_token") if adds_bos else None
+            end = special_tokens.texts.get("eos_token") if adds_eos else None
             _surround(backend, begin, end)
         return cls(backend, special_tokens, files.chat_templates)
 

@@ -36,16 +36,36 @@ class TokenizerFiles:
     config: Mapping[str, Any] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     """Jinja source by name: "default", and optionally "tool_use" for requests with tools."""
+    adds_bos_eos: tuple[bool, bool] | None = None
+    """Whether the first and the last special token are added to texts; None: the post-processor of `backend` says."""
 
     @classmethod
     def read(cls, directory: Path) -> TokenizerFiles:
-        """Read the files of `directory`. Raises `TokenizerError` for a missing tokenizer or a corrupt file."""
-        tokenizer_json = directory / "tokenizer.json"
-        if not tokenizer_json.is_file():
-            raise TokenizerError(_why_missing(directory))
+        """Read the files of `directory`. Raises `TokenizerError` for a missing tokenizer or a corrupt file.
+
+        Without a tokenizer.json, the SentencePiece model in tokenizer.model is converted.
+        """
+        tokenizer_json, sentencepiece = directory / "tokenizer.json", directory / "tokenizer.model"
         tokenizer_config = _read_json(directory / "tokenizer_config.json")
+        adds_bos_eos: tuple[bool, bool] | None = None
+        if tokenizer_json.is_file():
+            backend = _load_backend(tokenizer_json)
+        elif sentencepiece.is_file():
+            from neso.engine.text.sentencepiece_tokenizer import read_sentencepiece  # lazy: rarely needed
+
+            legacy = tokenizer_config.get("legacy") is not False
+            backend, roles = read_sentencepiece(sentencepiece, legacy=legacy)
+            tokenizer_config = {**roles, **tokenizer_config}
+            # The defaults of Llama's tokenizer in `transformers`.
+            adds_bos_eos = (
+                tokenizer_config.get("add_bos_token", True) is True,
+                tokenizer_config.get("add_eos_token", False) is True,
+            )
+        else:
+            raise TokenizerError(_why_missing(directory))
         return cls(
-            backend=_load_backend(tokenizer_json),
+            backend=backend,
+            adds_bos_eos=adds_bos_eos,
             tokenizer_config=tokenizer_config,
             special_tokens_map=_read_json(directory / "special_tokens_map.json"),
             generation_config=_read_json(directory / "generation_config.json"),
@@ -66,7 +86,7 @@ def _why_missing(directory: Path) -> str:
     if not directory.is_dir():
         return f"{path}: there is no directory {directory}"
     hint = _CONVERT_HINT.format(directory=directory)
-    for name in ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"):
+    for name in ("spiece.model", "sentencepiece.bpe.model"):
         if (directory / name).is_file():
             return (
                 f"{path} is missing; {directory / name} is a SentencePiece model, which is not read: {hint}"

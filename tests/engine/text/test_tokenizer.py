@@ -174,7 +174,7 @@ def test_missing_and_corrupt_files(tmp_path: Path, make_directory: MakeDirectory
         Tokenizer.from_directory(tmp_path / "nowhere")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing"):
         Tokenizer.from_directory(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
+    (tmp_path / "spiece.model").write_bytes(b"\n\x0e")
     with pytest.raises(TokenizerError, match=r"SentencePiece.*AutoTokenizer.*save_pretrained"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 1')
