@@ -65,3 +65,18 @@ def test_a_client_changes_the_log(server):
     assert server.post("/v2/models/talker/infer", REQUEST)[0] == 200
     wait_until(lambda: "I say" in server.output[seen:])
     assert server.output[seen:].count("say") == 1  # of the second request
+
+
+def test_verbose_log_has_a_line_for_each_http_request(server):
+    def request_metadata(verbose_level):
+        """Request the metadata of an unknown model at this verbose level, and return the lines logged meanwhile."""
+        seen = len(server.output)
+        settings = {"log_format": "default", "log_warning": True, "log_verbose_level": verbose_level}
+        assert server.post("/v2/logging", settings)[0] == 200
+        assert server.get("/v2/models/talk%0Aer")[0] == 404
+        assert server.post("/v2/models/talker/infer", REQUEST)[0] == 200
+        wait_until(lambda: "I say" in server.output[seen:])
+        return server.output[seen:]
+
+    assert '"HTTP request: GET /v2/models/talk%0Aer"' in request_metadata(1)
+    assert "HTTP request: GET" not in request_metadata(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Iterator
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ from neso.frontends.transport.http1.asgi import AsgiCallable
 from neso.frontends.transport.tcp import ConnectionLimits
 from neso.server.core import Core
 from neso.server.errors import ServerError
+
+logger = logging.getLogger(__name__)
 
 _MODEL_PREFIXES = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:digits}")
 _REPOSITORY_PREFIXES = ("/v2/repository", "/v2/repository/{repository}")
@@ -140,6 +143,9 @@ class HttpFrontend:
             await app.shutdown()
 
     def _handle(self, request: Request) -> Response | PendingResponse | Awaitable[HandlerResult]:
+        if logger.isEnabledFor(logging.DEBUG):
+            # Not the decoded path: it can contain line breaks.
+            logger.debug("HTTP request: %s %s", request.method, request.raw_path.decode("latin-1"))
         try:
             result = self._router(request)
         except ServerError as error:
