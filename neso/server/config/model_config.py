@@ -96,16 +96,39 @@ def read_config(directory: Path, custom_name: str = "") -> ModelConfig | None:
 
 
 def config_from_json(text: str) -> ModelConfig:
-    """Parse a configuration as JSON. Raises `InvalidArgument`."""
+    """Parse a configuration as JSON; a repeated field can be a single value, as in Triton. Raises `InvalidArgument`."""
     try:
         document = json.loads(text)
         if not isinstance(document, dict):
             raise InvalidArgument("failed to parse the model configuration: expected a JSON object")
+        document = _lists_of_repeated(document, ModelConfig.DESCRIPTOR)
         return _check_enums(json_format.ParseDict(document, ModelConfig()))
     except (json_format.ParseError, ValueError) as error:
         raise InvalidArgument(f"failed to parse the model configuration: {error}") from None
     except RecursionError:
         raise InvalidArgument("failed to parse the model configuration: nested too deeply") from None
+
+
+def _lists_of_repeated(value: Any, descriptor: Any) -> Any:
+    """Return the JSON of a message with a list for each repeated field: `{"dims": 4}` becomes `{"dims": [4]}`."""
+    if not isinstance(value, dict) or descriptor is None:
+        return value
+    fields = {**descriptor.fields_by_camelcase_name, **descriptor.fields_by_name}
+    return {name: _list_if_repeated(content, fields.get(name)) for name, content in value.items()}
+
+
+def _list_if_repeated(value: Any, field: Any) -> Any:
+    if field is None or value is None:
+        return value
+    message = field.message_type
+    if message is not None and message.GetOptions().map_entry:
+        of_value = message.fields_by_name["value"].message_type
+        if not isinstance(value, dict):
+            return value
+        return {key: _lists_of_repeated(entry, of_value) for key, entry in value.items()}
+    if not field.is_repeated:
+        return _lists_of_repeated(value, message)
+    return [_lists_of_repeated(item, message) for item in (value if isinstance(value, list) else [value])]
 
 
 def _check_enums(message: Any, path: str = "") -> Any:

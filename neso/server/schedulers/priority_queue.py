@@ -164,11 +164,7 @@ class PriorityQueue:
                 level.delayed.append(stream)
             else:
                 self._has_closed = True
-                stream.reject(
-                    Unavailable(
-                        f"[request id: {stream.request.id or '<id_unknown>'}] Request timeout expired"
-                    )
-                )
+                stream.reject(Unavailable("Request timeout expired"))  # Triton's message has no request id
 
     def _mark_closed(self) -> None:
         self._has_closed = True

@@ -128,6 +128,28 @@ def test_integers_out_of_range_are_invalid(tmp_path: Path) -> None:
         config_from_json('{"max_batch_size": 99999999999999999999999}')
 
 
+def test_repeated_fields_of_json_can_be_single_values() -> None:
+    single = """{
+        "input": {"name": "IN", "dataType": "TYPE_FP32", "dims": 4},
+        "instanceGroup": {"count": 2, "gpus": 0},
+        "model_warmup": {"name": "w", "inputs": {"IN": {"dims": 4}}},
+        "output": null
+    }"""
+    lists = """{
+        "input": [{"name": "IN", "data_type": "TYPE_FP32", "dims": [4]}],
+        "instance_group": [{"count": 2, "gpus": [0]}],
+        "model_warmup": [{"name": "w", "inputs": {"IN": {"dims": [4]}}}]
+    }"""
+    assert config_from_json(single) == config_from_json(lists)
+    assert config_from_json(lists).model_warmup[0].inputs["IN"].dims == [4]
+
+
+@pytest.mark.parametrize("text", ['{"input": "IN"}', '{"parameters": []}', '{"max_batch_size": [1]}'])
+def test_wrong_types_of_json_are_rejected(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="failed to parse the model configuration"):
+        config_from_json(text)
+
+
 def test_reading_a_parameter_does_not_insert_it() -> None:
     config = ModelConfig()
     config.parameters["given"].string_value = "1"
