@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 from neso.backends.llm.cluster_metrics import CLUSTER_FAMILIES, WORKER_FAMILIES
 from neso.backends.llm.metrics import LlmMetrics
 from neso.backends.restarts import RESTARTS
+from neso.backends.stage_metrics import STAGE_FAMILIES, STAGE_WORKER_FAMILIES
 from neso.backends.vllm.metrics import VllmMetrics
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.engine_group import EngineGroup
@@ -142,6 +143,7 @@ def sections() -> list[Section]:
         Section(
             "Workers of a model", "With `workers` or `worker_address`.", [*CLUSTER_FAMILIES, *WORKER_FAMILIES]
         ),
+        Section("Stages", "Models of `--stage`.", [*STAGE_FAMILIES, *STAGE_WORKER_FAMILIES]),
         Section("LoRA adapters", "With `enable_lora` or `lora_modules`.", _new(with_lora, plain)),
         Section(
             "Language models (TensorRT-LLM names)",

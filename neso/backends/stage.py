@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from neso.backends.restarts import Restarts, restart_counter
+from neso.backends.stage_metrics import StageMetrics
 from neso.cluster.local_worker import LocalWorker
 from neso.cluster.stages.hub import OpenStage, StageHub
 from neso.cluster.stages.messages import StageHello
@@ -32,6 +33,7 @@ Worker = LocalWorker[StageHello, StageWorker]
 class StageBackend(Backend):
     """Passes requests to the workers of a stage. `wrapped`: the backend that the workers run."""
 
+    on_workers = True
     wrapped: ClassVar[type[Backend]]
 
     def __init__(self, context: ModelContext) -> None:
@@ -40,6 +42,7 @@ class StageBackend(Backend):
         self._restarting: set[asyncio.Task[None]] = set()
         self._hub: StageHub
         self._opened: OpenStage
+        self._metrics: StageMetrics
         self._labels: Mapping[str, Sequence[str]] = {}
 
     @classmethod
@@ -66,6 +69,8 @@ class StageBackend(Backend):
         except EngineError as error:
             raise Unavailable(str(error)) from None
         self._opened = self._hub.open_stage(name, self.context.version, self.context.config)
+        self._metrics = StageMetrics(self.context.metrics, self._opened.stage)
+        self._hub.connections.on_change(self._on_workers)
         count = self._hub.options.workers[name]
         for _ in range(count):
             self._workers.append(self._make_worker())
@@ -110,6 +115,7 @@ class StageBackend(Backend):
             config=worker_config(config),
             repositories=[str(path) for path in core.options.model_repository],
             address=self._hub.local_address,
+            token_file=self._hub.options.token_file,
             name=self._hub.next_name(context.name),
             backend_config=core.options.backend_config,
             backend_directory=None
@@ -121,6 +127,11 @@ class StageBackend(Backend):
         restarts = Restarts(MAX_RESTARTS, restart_counter(context.metrics), RESTART_WINDOW)
         worker.on_dead(partial(self._on_dead, worker, restarts))
         return worker
+
+    def _on_workers(self) -> None:
+        self._metrics.update()
+        for worker in self._workers:
+            worker.kill_if_lost()
 
     def _on_dead(self, worker: Worker, restarts: Restarts, reason: str) -> None:
         logger.error("model '%s': %s", self.context.name, reason)
@@ -160,3 +171,5 @@ class StageBackend(Backend):
         finally:
             if hasattr(self, "_opened"):
                 self._hub.connections.close_stage(self._opened)
+                self._hub.connections.ignore_changes(self._on_workers)
+                self._metrics.close()

@@ -1,4 +1,4 @@
-"""`neso cluster status`: the workers, roles, queues and transfers of a server as tables."""
+"""`neso cluster status`: the workers, roles, queues, transfers and stages of a server as tables."""
 
 from __future__ import annotations
 
@@ -38,6 +38,20 @@ _ROWS = {
     "fallbacks_total": "long prompts computed by the decode worker",
     "role_changes_total": "changed roles",
 }
+_STAGE = "neso_stage_"
+_STAGE_COLUMNS = {
+    "workers": "workers",
+    "worker_requests": "running",
+    "worker_used_slots": "used slots",
+    "worker_slots": "slots",
+    "queued_requests": "queued",
+    "queue_oldest_seconds": "oldest, s",
+    "grants_total": "attempts",
+    "retries_total": "repeated",
+    "failed_requests_total": "failed",
+    "lost_workers_total": "lost",
+    "kept_bytes_total": "kept MB",
+}
 
 
 @cluster.callback()
@@ -49,7 +63,7 @@ def _commands() -> None:
 def status(
     url: Annotated[str, typer.Option(help="Metrics of the server.")] = "http://localhost:8002/metrics",
 ) -> None:
-    """Print the workers, their roles, the queue and the transfers of each model on workers."""
+    """Print the workers, their roles, the queue and the transfers of each model on workers, and the stages."""
     import urllib.error
     import urllib.request
 
@@ -73,7 +87,10 @@ def status(
 
 
 def status_tables(metrics: str) -> list[Table]:
-    """Return the tables of each model: its workers, and its queue. `metrics`: in Prometheus' text format."""
+    """Return the tables of each model, its workers and its queue, and that of the stages.
+
+    `metrics`: in Prometheus' text format.
+    """
     from rich.table import Table
 
     tables = []
@@ -88,7 +105,29 @@ def status_tables(metrics: str) -> list[Table]:
         for name, title in _ROWS.items():
             table.add_row(title, _cell(name, queue.get(name, 0.0)))
         tables.append(table)
+    stages = _stages(metrics)
+    if stages:
+        table = Table(title="stages")
+        for title in ("stage", *_STAGE_COLUMNS.values()):
+            table.add_column(title, no_wrap=True)
+        for stage, values in sorted(stages.items()):
+            table.add_row(stage, *(_cell(name, values.get(name, 0.0)) for name in _STAGE_COLUMNS))
+        tables.append(table)
     return tables
+
+
+def _stages(metrics: str) -> dict[str, dict[str, float]]:
+    """Return the values of each stage; those of its workers are added."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    stages: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name.startswith(_STAGE):
+                stage = f"{sample.labels['model']} (version {sample.labels['version']})"
+                values = stages.setdefault(stage, defaultdict(float))
+                values[sample.name.removeprefix(_STAGE)] += sample.value
+    return stages
 
 
 _Workers = dict[tuple[str, str], dict[str, float]]
@@ -117,6 +156,8 @@ def _values(metrics: str) -> dict[str, tuple[_Workers, dict[str, float]]]:
 def _cell(name: str, value: float) -> str:
     if name == "kv_cache_usage":
         return f"{value:.0%}"
+    if name == "kept_bytes_total":
+        return f"{value / 1e6:.1f}"
     if name == "inter_token_seconds":
         return f"{value * 1000:.1f}"
     return f"{value:.2f}" if name.startswith("queue_") else f"{value:.0f}"

@@ -93,7 +93,6 @@ def run(texts: dict[str, list[str]]) -> int:
 
 def _read_stage(values: FlagValues) -> Any:
     """Return the `StageWorkerOptions`. Raises `OptionError`, `EngineError`, `ServerError`."""
-    from neso.cluster.sockets import read_token
     from neso.cluster.stages.worker import StageWorkerOptions
     from neso.engine.cluster_config import check_address
 
@@ -115,7 +114,7 @@ def _read_stage(values: FlagValues) -> Any:
         repositories=[str(path) for path in server.model_repository],
         address=values["join"],
         name=_name(values),
-        token=read_token(values["token-file"]),
+        token_file=values["token-file"],
         drain_seconds=values["drain-seconds"],
         backend_config=server.backend_config,
         backend_directory=None if server.backend_directory is None else str(server.backend_directory),

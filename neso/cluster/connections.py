@@ -143,9 +143,13 @@ class Connections(ABC, Generic[H, W]):
         """Call `callback()` when a worker has joined, was lost, or has other roles."""
         self._on_change.append(callback)
 
+    def ignore_changes(self, callback: Callable[[], None]) -> None:
+        """Do not call `callback` any more."""
+        self._on_change.remove(callback)
+
     def changed(self) -> None:
         """Run the callbacks of `on_change`."""
-        for callback in self._on_change:
+        for callback in tuple(self._on_change):
             callback()
 
     def send(self, name: str, message: msgspec.Struct) -> None:

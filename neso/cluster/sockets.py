@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -35,9 +37,22 @@ def read_token(path: str | None) -> str | None:
     return token
 
 
+@lru_cache(maxsize=8)
 def _server_secret(token: str) -> bytes:
     key = hashlib.scrypt(token.encode(), salt=_SALT, n=2**14, r=8, p=1, dklen=32)
     return z85.encode(key)
+
+
+def curve_server(socket: zmq.Socket[Any], token: str) -> None:
+    """Let only those connect who know the token. Call before `bind`."""
+    socket.curve_secretkey = _server_secret(token)
+    socket.curve_server = True
+
+
+def curve_client(socket: zmq.Socket[Any], token: str) -> None:
+    """Encrypt connections to a `curve_server`. Call before `connect`."""
+    socket.curve_serverkey = zmq.curve_public(_server_secret(token))
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 
 
 class FrontEndSocket:
@@ -56,8 +71,7 @@ class FrontEndSocket:
         A socket has one way of authentication, so tcp:// addresses need a socket of their own.
         """
         if token is not None:
-            self._socket.curve_secretkey = _server_secret(token)
-            self._socket.curve_server = True
+            curve_server(self._socket, token)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -103,9 +117,7 @@ class WorkerSocket:
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
         if token is not None:
-            secret = _server_secret(token)
-            self._socket.curve_serverkey = zmq.curve_public(secret)
-            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+            curve_client(self._socket, token)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:

@@ -129,6 +129,8 @@ class Backend(ABC):
     - concatenates: `execute` concatenates the inputs of a batch into one tensor, as `Batch` does; implicit states of
       different shapes then cannot be in one batch
     - shares_tensors: front-end processes that `share` the model execute requests with tensors too
+    - on_workers: the model runs on workers of a stage: its requests can have inputs that other workers keep, and
+      `kept_outputs`
     - implemented_fields: fields ignored by the core (`ignored_fields`) that the backend implements itself, and
       "dynamic_batching" if the backend batches internally
 
@@ -140,6 +142,7 @@ class Backend(ABC):
     batches = False
     concatenates = False
     shares_tensors = True
+    on_workers = False
     implemented_fields: frozenset[str] = frozenset()
 
     def __init__(self, context: ModelContext) -> None:

@@ -75,6 +75,10 @@ class Overloaded(Unavailable):
     retry_after = 1
 
 
+class LostTensor(Unavailable):
+    """An input is on a worker that has ended."""
+
+
 class Restarting(Unavailable):
     """The process that executes the request has ended and is restarted."""
 

@@ -35,6 +35,8 @@ class InferenceRequest:
       of the current context
     - input_bytes: size of the request as received
     - backlog: backlog of the responses of the request that this request is a step of; None: the request has its own
+    - kept_outputs: outputs that a worker of a stage keeps if they are large, for another stage; with True, the response
+      has their elements too
     - cancelled: set by `cancel`; can be read by any thread
     """
 
@@ -58,6 +60,7 @@ class InferenceRequest:
     client: str | None = None
     input_bytes: int = 0
     backlog: Backlog | None = None
+    kept_outputs: dict[str, bool] = field(default_factory=dict)
     cancelled: bool = field(default=False, init=False)
     _cancel_callbacks: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
 

@@ -125,6 +125,11 @@ class Model:
         return self._cached is not None
 
     @property
+    def passes_references(self) -> bool:
+        """Whether inputs and outputs can be references to tensors on workers, which a cache could not read."""
+        return self._backend.on_workers and self._cached is None
+
+    @property
     def pending_count(self) -> int:
         """Number of accepted requests whose computation has not started."""
         return sum(1 for stream in tuple(self._in_flight) if not stream.timeline.compute_start)

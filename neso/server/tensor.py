@@ -156,6 +156,11 @@ class Tensor:
         return self.array.shape
 
     @property
+    def has_elements(self) -> bool:
+        """False if a worker of a stage has the elements, and `array` only their shape and dtype."""
+        return getattr(self.array, "has_elements", True)
+
+    @property
     def byte_size(self) -> int:
         """Size in the binary tensor format, in bytes."""
         if self.datatype is DataType.BYTES:

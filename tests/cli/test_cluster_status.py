@@ -42,6 +42,22 @@ def test_workers_and_queue_are_printed():
     assert ["repeated because a worker was lost", "3"] in rows
 
 
+def test_stages_are_printed_in_one_table():
+    metrics = """\
+# TYPE neso_stage_workers gauge
+neso_stage_workers{model="encoder",version="1"} 2
+neso_stage_workers{model="post",version="1"} 1
+# TYPE neso_stage_worker_requests gauge
+neso_stage_worker_requests{model="encoder",version="1",worker="encoder-1"} 3
+neso_stage_worker_requests{model="encoder",version="1",worker="encoder-2"} 1
+# TYPE neso_stage_kept_bytes_total counter
+neso_stage_kept_bytes_total{model="encoder",version="1"} 2500000
+"""
+    rows = printed(metrics)
+    assert ["encoder (version 1)", "2", "4", "0", "0", "0", "0.00", "0", "0", "0", "0", "2.5"] in rows
+    assert ["post (version 1)", "1", "0", "0", "0", "0", "0.00", "0", "0", "0", "0", "0.0"] in rows
+
+
 def test_server_without_workers_has_no_tables():
     assert status_tables("nv_inference_count 3\n") == []
 

@@ -12,6 +12,7 @@ from eventually import until
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 import neso.server.processes.messages as wire
+from neso.cluster.stages.manifold import Manifold
 from neso.cluster.stages.messages import Flow, Outcome, StageReport, Stop, Task, Work
 from neso.cluster.stages.stage import Stage, StageWorker
 from neso.server.backlog import Backlog
@@ -27,7 +28,8 @@ class Bench:
     def __init__(self, max_attempts: int = 3, **batching: Any) -> None:
         config = ModelConfig(dynamic_batching=batching)
         self.sent: dict[str, list[Any]] = {}
-        self.stage = Stage("scale", "1", config.dynamic_batching, max_attempts, self._send)
+        manifold = Manifold(lambda name: name in self.stage.workers, self._send)
+        self.stage = Stage("scale", "1", config.dynamic_batching, max_attempts, manifold, self._send)
 
     def _send(self, name: str, message: msgspec.Struct) -> None:
         self.sent.setdefault(name, []).append(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,11 +10,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from eventually import wait_until
 from free_port import free_port
 from server_process import ServerProcess
+
+import neso
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +71,46 @@ class TritonPythonModel:
 """
 
 
+WIDEN = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        arrays = [request.inputs()[0].as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.repeat(a, 50_000))]) for a in arrays]
+"""
+SUM = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        arrays = [request.inputs()[0].as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.float32([a.sum(), a[0]]))]) for a in arrays]
+"""
+ENSEMBLE = """
+platform: "ensemble"
+input {{ name: "X" data_type: TYPE_FP32 dims: [ -1 ] }}
+output {{ name: "Y" data_type: TYPE_FP32 dims: [ -1 ] }}
+ensemble_scheduling {{
+{steps}
+}}
+"""
+
+
+def write_ensemble(repository: Path, name: str, *models: str) -> None:
+    """Write an ensemble whose steps are `models`, one after the other."""
+    tensors = ["X", *(f"between{number}" for number in range(1, len(models))), "Y"]
+    steps = [
+        f'step {{ model_name: "{model}" model_version: -1 input_map {{ key: "X" value: "{before}" }} '
+        f'output_map {{ key: "Y" value: "{after}" }} }}'
+        for model, before, after in zip(models, tensors[:-1], tensors[1:], strict=True)
+    ]
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(ENSEMBLE.format(steps="\n".join(steps)))
+
+
 def write_model(repository: Path, name: str, code: str, extra: str = "") -> None:
     folder = repository / name / "1"
     folder.mkdir(parents=True)
@@ -79,6 +123,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("models")
     write_model(repository, "scale", SCALE)
     write_model(repository, "hang", HANG_ONCE)
+    write_model(repository, "widen", WIDEN)
+    write_model(repository, "sum", SUM)
+    write_ensemble(repository, "chain", "widen", "scale", "sum")
+    write_ensemble(repository, "local_end", "widen", "local")
+    write_model(repository, "local", SUM)
+    write_model(repository, "hang_in_chain", HANG_ONCE)
+    write_ensemble(repository, "lost", "widen", "hang_in_chain", "sum")
     write_model(repository, "count", COUNT, "model_transaction_policy { decoupled: true }")
     return repository
 
@@ -93,6 +144,7 @@ class StageServer:
         self.process = ServerProcess(
             f"--model-repository={repository}",
             *("--stage=scale=2", "--stage=hang=2", "--stage=count=1"),
+            *("--stage=widen=1", "--stage=sum=1", "--stage=hang_in_chain=1"),
             f"--stage-address={self.address}",
             f"--stage-token-file={self.token_file}",
         )
@@ -105,9 +157,19 @@ class StageServer:
         data: list[float] = body["outputs"][0]["data"]
         return data
 
-    def workers(self) -> list[psutil.Process]:
+    def workers(self, model: str) -> list[psutil.Process]:
         children = psutil.Process(self.process.process.pid).children()
-        return [child for child in children if "neso.cluster.stages.worker_process" in child.cmdline()]
+        return [child for child in children if f'{{"model":"{model}"' in child.cmdline()[-1]]
+
+    def count(self, model: str, name: str) -> float:
+        """Return a metric of a stage."""
+        return self.process.metrics().get(f'neso_stage_{name}{{model="{model}",version="1"}}', 0.0)
+
+    def lose(self, pid: int, model: str) -> None:
+        """Kill a worker, and wait until the server knows."""
+        lost = self.count(model, "lost_workers_total")
+        psutil.Process(pid).kill()
+        wait_until(lambda: self.count(model, "lost_workers_total") > lost)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +183,8 @@ def test_requests_are_executed_by_workers(server: StageServer):
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda number: server.infer("scale", [number, 2]), range(32)))
     assert results == [[10.0 * number, 20.0] for number in range(32)]
-    assert len(server.workers()) == 5
+    assert server.count("scale", "grants_total") == 32
+    assert server.count("scale", "workers") == len(server.workers("scale")) == 2
 
 
 def test_request_of_a_killed_worker_is_repeated_on_another_one(server: StageServer, repository: Path):
@@ -129,10 +192,10 @@ def test_request_of_a_killed_worker_is_repeated_on_another_one(server: StageServ
         result = pool.submit(server.infer, "hang", [3])
         attempts = repository / "hang" / "attempts"
         wait_until(lambda: attempts.exists() and attempts.read_text())
-        psutil.Process(int(attempts.read_text())).kill()
+        server.lose(int(attempts.read_text()), "hang")
         assert result.result(60) == [30.0]
-    wait_until(lambda: server.process.gauge("neso_process_restarts_total") == 1)
-    wait_until(lambda: len(server.workers()) == 5)
+    assert server.count("hang", "retries_total") == 1
+    wait_until(lambda: server.count("hang", "workers") == 2)
 
 
 def test_decoupled_model_streams_from_its_worker(server: StageServer):
@@ -170,3 +233,41 @@ def test_worker_with_another_model_is_refused(server: StageServer, tmp_path: Pat
     result = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert result.returncode == 1
     assert "refuses this worker: its model 'scale' has other inputs, outputs or batching" in result.stderr
+
+
+@pytest.mark.parametrize("ensemble, on_workers", [("chain", ("widen", "scale")), ("local_end", ())])
+def test_ensemble_over_stages_has_the_results_of_one_process(
+    server: StageServer, repository: Path, ensemble: str, on_workers: tuple[str, ...]
+):
+    before = {model: server.count(model, "kept_bytes_total") for model in ("widen", "scale")}
+    results = [server.infer(ensemble, [number, 2]) for number in range(4)]
+    kept = {model for model in before if server.count(model, "kept_bytes_total") > before[model]}
+    assert kept == set(on_workers)
+    with neso.Server(
+        model_repository=repository, model_control_mode="explicit", startup_models=[ensemble]
+    ) as one_process:
+        for number, result in enumerate(results):
+            (expected,) = one_process.model(ensemble).infer(inputs={"X": np.float32([number, 2])})
+            assert result == expected.outputs["Y"].numpy().tolist()
+    wait_until(lambda: sum(map(num_kept, server.workers("widen") + server.workers("scale"))) == 0)
+
+
+def num_kept(worker: psutil.Process) -> int:
+    """Return the number of tensors that a worker keeps."""
+    files = Path(f"/proc/{worker.pid}/fd").iterdir()
+    return sum("neso-tensor" in os.readlink(file) for file in files)
+
+
+def test_ensemble_is_repeated_when_a_worker_with_an_intermediate_tensor_is_lost(
+    server: StageServer, repository: Path
+):
+    attempts = repository / "hang_in_chain" / "attempts"
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(server.infer, "lost", [1, 2])
+        wait_until(lambda: attempts.exists() and attempts.read_text())
+        for worker in server.workers("widen"):
+            server.lose(worker.pid, "widen")
+        server.lose(int(attempts.read_text()), "hang_in_chain")
+        assert result.result(90) == [50_000 * 30.0, 10.0]
+    assert "a request is executed again: a worker is lost" in server.process.output
+    wait_until(lambda: server.count("widen", "workers") == server.count("hang_in_chain", "workers") == 1)

@@ -90,7 +90,8 @@ class EnsembleBackend(Backend):
                 )
             )
             return
-        EnsembleRun(self._graph, request, self._find_model, self._decoupled).start()
+        attempts = self.context.core.options.stages.max_attempts
+        EnsembleRun(self._graph, request, self._find_model, self._decoupled, attempts).start()
 
     def _policy_has_changed(self) -> bool:
         try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from neso.backends.ensemble.graph import EnsembleGraph, Step
-from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError
+from neso.server.errors import Cancelled, ErrorCode, InternalError, LostTensor, ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.signature import Shape
@@ -75,11 +75,20 @@ class Scope:
 
 
 class EnsembleRun:
-    """Executes one request. Driven by callbacks of the steps' responses, on the core's event loop."""
+    """Executes one request. Driven by callbacks of the steps' responses, on the core's event loop.
+
+    `attempts`: how often the request is executed if workers are lost that keep outputs for the next step.
+    """
 
     def __init__(
-        self, graph: EnsembleGraph, stream: ResponseStream, find_model: FindModel, decoupled: bool
+        self,
+        graph: EnsembleGraph,
+        stream: ResponseStream,
+        find_model: FindModel,
+        decoupled: bool,
+        attempts: int = 1,
     ) -> None:
+        self._attempts, self._repeated = attempts, False
         self._graph, self._stream, self._find_model, self._decoupled = graph, stream, find_model, decoupled
         self._requested = stream.request.requested_outputs or graph.outputs
         self._needed = graph.steps_for(self._requested)
@@ -161,6 +170,8 @@ class EnsembleRun:
 
         def receive(response: InferenceResponse) -> None:
             with self._processing():
+                if self._repeated:
+                    return
                 response.raise_error()
                 if response.final:
                     self._add_durations(stream)
@@ -200,6 +211,7 @@ class EnsembleRun:
                 for name, tensor in inputs.items()
             },
             requested_outputs=tuple(step.outputs),
+            kept_outputs=self._kept_outputs(step) if model.passes_references else {},
             parameters=dict(source.parameters),
             priority=source.priority,
             timeout_us=source.timeout_us,
@@ -210,6 +222,18 @@ class EnsembleRun:
             client="",
             backlog=self._stream.backlog,
         )
+
+    def _kept_outputs(self, step: Step) -> dict[str, bool]:
+        """Return the outputs that other steps on workers read, and whether this process needs them too."""
+        kept: dict[str, bool] = {}
+        for output, name in step.outputs.items():
+            readers = [
+                reader for reader in self._graph.consumers.get(name, ()) if reader.index in self._needed
+            ]
+            passes = [self._find_model(reader.model, reader.version).passes_references for reader in readers]
+            if any(passes):
+                kept[output] = name in self._requested or not all(passes)
+        return kept
 
     def _shaped(self, tensor: Tensor, dims: Shape, batches: bool) -> npt.NDArray[Any]:
         """Return the array of a tensor, with or without batch dimension as a model with these `dims` needs it.
@@ -285,7 +309,7 @@ class EnsembleRun:
             self._stream.send(response, final=response is unsent[-1] and not self._streams)
 
     def _end_if_done(self) -> None:
-        if self._streams or self._stream.closed:
+        if self._streams or self._stream.closed or self._repeated:
             return
         if self._decoupled:
             self._stream.finish()
@@ -298,10 +322,27 @@ class EnsembleRun:
 
     def _fail(self, error: ServerError) -> None:
         """Fail the request and cancel its steps. Counts as OTHER in the statistics, as in Triton, unless cancelled."""
+        if isinstance(error, LostTensor) and self._repeat():
+            return
         if error.code is not ErrorCode.CANCELLED and not self._stream.request.cancelled:
             self._stream.failure = self._stream.failure or FailureReason.OTHER
         self._stream.fail(type(error)(f"in ensemble '{self._graph.name}', {error.message}", error.code))
         self._cancel_steps()
+
+    def _repeat(self) -> bool:
+        """Execute the request again, unless it has sent a response or was the last attempt."""
+        if (
+            self._attempts <= 1
+            or self._num_responses
+            or self._stream.closed
+            or self._stream.request.cancelled
+        ):
+            return False
+        logger.warning("ensemble '%s': a request is executed again: a worker is lost", self._graph.name)
+        self._repeated = True
+        self._cancel_steps()
+        EnsembleRun(self._graph, self._stream, self._find_model, self._decoupled, self._attempts - 1).start()
+        return True
 
     def _cancel(self) -> None:
         self._cancel_steps()

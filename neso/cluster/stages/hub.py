@@ -13,6 +13,7 @@ from typing import Any
 
 from neso.cluster.connections import Connections, WorkerFailed
 from neso.cluster.sockets import FrontEndSocket, read_token
+from neso.cluster.stages.manifold import Manifold
 from neso.cluster.stages.messages import (
     PROTOCOL_VERSION,
     StageHello,
@@ -47,7 +48,7 @@ class StageConnections(Connections[StageHello, StageWorker]):
             )
         if hello.signature != stage.signature:
             raise WorkerFailed(f"its model '{hello.model}' has other inputs, outputs or batching options")
-        worker = StageWorker(name, hello.host, max(1, hello.slots))
+        worker = StageWorker(name, hello.host_id, max(1, hello.slots))
         self._stage_of[worker] = stage
         return worker
 
@@ -102,6 +103,7 @@ class StageHub:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise
         self.connections = StageConnections(options.heartbeat_timeout, sockets)
+        self.manifold = Manifold(self.connections.knows, self.connections.send)
         self._num_workers: Counter[str] = Counter()
 
     def next_name(self, model: str) -> str:
@@ -111,9 +113,8 @@ class StageHub:
 
     def open_stage(self, model: str, version: str, config: Any) -> OpenStage:
         """Create the stage of a model version. It replaces an earlier one, which continues with its own workers."""
-        stage = Stage(
-            model, version, config.dynamic_batching, self.options.max_attempts, self.connections.send
-        )
+        send, attempts = self.connections.send, self.options.max_attempts
+        stage = Stage(model, version, config.dynamic_batching, attempts, self.manifold, send)
         opened = OpenStage(stage, signature_digest(config))
         self.connections.stages[model, version] = opened
         return opened

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from neso.cluster.messages import Goodbye, Introduce, Leave, Ping, Refused, Welcome
+from neso.cluster.stages.tensors import TensorRef
 
 PROTOCOL_VERSION = 1
 """Both sides must have the same version."""
@@ -21,7 +22,7 @@ class StageHello(msgspec.Struct, frozen=True, tag="stage-hello"):
 
     - signature: inputs, outputs, batching and transaction policy of its model, see `signature_digest`
     - slots: number of batch entries that it executes at a time
-    - labels: classification labels by output
+    - host_id: identifies the running system, see `TensorRef`; labels: classification labels by output
     """
 
     version: int
@@ -32,17 +33,22 @@ class StageHello(msgspec.Struct, frozen=True, tag="stage-hello"):
     model_version: str
     signature: str
     slots: int
+    host_id: str
     decoupled: bool
     labels: dict[str, list[str]]
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """A response: an encoded `Response` of `neso.server.processes.messages`. `durations`: with the last one."""
+    """A response: an encoded `Response` of `neso.server.processes.messages`.
+
+    `durations`: with the last one; `refs`: outputs that the worker keeps, which can be in the response too.
+    """
 
     number: int
     attempt: int
     response: msgspec.Raw
     durations: Durations | None = None
+    refs: dict[str, TensorRef] = {}
 
 
 class StageReport(msgspec.Struct, frozen=True, tag="stage-report"):
@@ -53,11 +59,17 @@ class StageReport(msgspec.Struct, frozen=True, tag="stage-report"):
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
-    """A request for the worker: an encoded `Infer` of `neso.server.processes.messages`."""
+    """A request for the worker: an encoded `Infer` of `neso.server.processes.messages`.
+
+    - refs: inputs that other workers keep
+    - keep: outputs that the worker keeps if they are large; with True they are in the response too
+    """
 
     number: int
     attempt: int
     request: msgspec.Raw
+    refs: dict[str, TensorRef] = {}
+    keep: dict[str, bool] = {}
 
 
 class Work(msgspec.Struct, frozen=True, tag="work"):
@@ -81,8 +93,14 @@ class Flow(msgspec.Struct, frozen=True, tag="flow"):
     paused: bool
 
 
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Kept tensors that are no longer needed."""
+
+    numbers: list[int]
+
+
 FromStageWorker = StageHello | StageReport | Leave
-ToStageWorker = Welcome | Refused | Introduce | Work | Stop | Flow | Ping | Goodbye
+ToStageWorker = Welcome | Refused | Introduce | Work | Stop | Flow | Release | Ping | Goodbye
 
 from_worker: msgspec.msgpack.Decoder[FromStageWorker] = msgspec.msgpack.Decoder(FromStageWorker)
 to_worker: msgspec.msgpack.Decoder[ToStageWorker] = msgspec.msgpack.Decoder(ToStageWorker)

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-import neso.server.processes.messages as wire
+from neso.cluster.stages.manifold import Manifold
 from neso.cluster.stages.messages import Durations, Flow, Outcome, StageReport, Stop, Task, Work
 from neso.server.errors import Cancelled, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
@@ -43,7 +43,10 @@ class Job:
 
 
 class StageWorker:
-    """A worker as the server knows it. `slots`: batch entries that it executes at a time; `turn`: of its last grant."""
+    """A worker as the server knows it.
+
+    `host`: identifies its system; `slots`: batch entries that it executes at a time; `turn`: of its last request.
+    """
 
     def __init__(self, name: str, host: str, slots: int) -> None:
         self.name, self.host, self.slots = name, host, slots
@@ -63,18 +66,26 @@ class StageWorker:
 
 @dataclass(slots=True)
 class StageCounters:
-    """What has happened since the start: attempts given to workers, repeated ones, lost workers, failed requests."""
+    """What has happened since the start.
+
+    - grants: attempts that were given to workers; retries: those after a lost worker; lost_workers
+    - failed: requests that failed because workers were lost
+    - kept_tensors, kept_bytes: outputs that workers have kept for the next stage
+    """
 
     grants: int = 0
     retries: int = 0
     lost_workers: int = 0
     failed: int = 0
+    kept_tensors: int = 0
+    kept_bytes: int = 0
 
 
 class Stage:
     """Requests of one model version, and its workers. Used on the core's loop.
 
     - batching: the `ModelDynamicBatching` message with the priorities and limits of the queue
+    - manifold: packs requests and unpacks responses
     - send: sends a message to the worker of this name
     """
 
@@ -84,6 +95,7 @@ class Stage:
         version: str,
         batching: Any,
         max_attempts: int,
+        manifold: Manifold,
         send: Callable[[str, msgspec.Struct], None],
     ) -> None:
         self.model, self.version = model, version
@@ -93,7 +105,7 @@ class Stage:
         self._repeated: deque[Job] = deque()  # before all that wait in the queue
         self._jobs: dict[int, Job] = {}
         self._max_attempts = max_attempts
-        self._send = send
+        self._manifold, self._send = manifold, send
         self._num_jobs = 0
         self._timer: asyncio.TimerHandle | None = None
         self._woken = False
@@ -143,7 +155,7 @@ class Stage:
         self._queue.expire()
         given: dict[str, list[Task]] = {}
         while (job := self._next()) is not None:
-            worker = self._choose(job.size)
+            worker = self._choose(job)
             if worker is None:
                 if job.attempt > 1:
                     self._repeated.appendleft(job)
@@ -151,13 +163,12 @@ class Stage:
             if job.attempt == 1:
                 self._queue.take(1)
             try:
-                request = job.stream.request
-                encoded = wire.pack_request(job.number, request, self.version, "")
+                task = self._manifold.pack(job.number, job.attempt, job.stream.request, self.version)
             except ServerError as error:
                 job.stream.fail(error)
                 continue
             self._give(job, worker)
-            given.setdefault(worker.name, []).append(Task(job.number, job.attempt, msgspec.Raw(encoded)))
+            given.setdefault(worker.name, []).append(task)
         for name, tasks in given.items():
             self._send(name, Work(tasks))
         self._wake_at(self._queue.next_deadline())
@@ -174,10 +185,15 @@ class Stage:
         self._num_jobs += 1
         return Job(self._num_jobs, stream)
 
-    def _choose(self, size: int) -> StageWorker | None:
-        """Return the least loaded worker with room, in turns."""
-        free = [worker for worker in self.workers.values() if worker.has_room(size)]
-        return min(free, key=lambda worker: (worker.num_used / worker.slots, worker.turn), default=None)
+    def _choose(self, job: Job) -> StageWorker | None:
+        """Return the least loaded worker with room: on the host that has the inputs if possible, else in turns."""
+        free = [worker for worker in self.workers.values() if worker.has_room(job.size)]
+        hosts = self._manifold.hosts(job.stream.request)
+
+        def cost(worker: StageWorker) -> tuple[float, bool, int]:
+            return worker.num_used / worker.slots, bool(hosts) and worker.host not in hosts, worker.turn
+
+        return min(free, key=cost, default=None)
 
     def _give(self, job: Job, worker: StageWorker) -> None:
         logger.debug(
@@ -224,11 +240,9 @@ class Stage:
         self._wake()
 
     def _respond(self, job: Job, outcome: Outcome) -> None:
-        message = wire.decoder.decode(outcome.response)
-        if not isinstance(message, wire.Response) or message.result:  # a result would be unpickled
-            raise ValueError("it is not the response of a model with tensors")
-        response = wire.unpack_response(message)
-        response.created_ns = time.monotonic_ns()  # the clock of another host is different
+        response = self._manifold.unpack(outcome)
+        self.counters.kept_tensors += len(outcome.refs)
+        self.counters.kept_bytes += sum(ref.nbytes for ref in outcome.refs.values())
         job.responded = True
         if response.final:
             self._end(job)

@@ -11,18 +11,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 import neso.server.processes.messages as wire
 from neso.cluster.messages import Goodbye, Introduce, Leave, Ping, Refused, Welcome
-from neso.cluster.sockets import WorkerSocket
+from neso.cluster.sockets import WorkerSocket, read_token
 from neso.cluster.stages.hub import signature_digest
+from neso.cluster.stages.manifold import add_mapped, pack_response, unpack_request
 from neso.cluster.stages.messages import (
     PROTOCOL_VERSION,
     Durations,
     Flow,
     Outcome,
+    Release,
     StageHello,
     StageReport,
     Stop,
@@ -31,10 +34,13 @@ from neso.cluster.stages.messages import (
     Work,
     to_worker,
 )
+from neso.cluster.stages.tensors import TensorReader, TensorServer, TensorStore
 from neso.engine.errors import EngineError
+from neso.engine.kv_transfer.protocol import host_id
 from neso.server.config.scheduling import instances_of
 from neso.server.core import Core
-from neso.server.errors import ServerError
+from neso.server.errors import Cancelled, ServerError
+from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.model import Model
 from neso.server.options import ModelControlMode, ServerOptions
@@ -48,7 +54,8 @@ class StageWorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     - model: its name in one of the `repositories`
     - config: its `ModelConfig` as JSON; None: that of the repository
     - version: the version that is served; "": the newest one
-    - address: of the server; name: unique among its workers; drain_seconds: to finish requests at the end
+    - address: of the server; token_file: with its secret, if workers of other hosts can join
+    - name: unique among its workers; drain_seconds: to finish requests at the end
     - the other options are those of `ServerOptions`
     """
 
@@ -58,7 +65,7 @@ class StageWorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     config: str | None = None
     version: str = ""
-    token: str | None = None
+    token_file: str | None = None
     drain_seconds: float = 30.0
     backend_config: dict[str, dict[str, str]] = {}
     backend_directory: str | None = None
@@ -86,8 +93,18 @@ class StageAgent:
         self._options = options
         self._core = Core(options.server_options())
         self._model: Model
-        self._socket = WorkerSocket(options.name, options.address, options.token)
+        token = read_token(options.token_file)
+        remote = options.address.startswith("tcp://")
+        self._socket = WorkerSocket(options.name, options.address, token if remote else None)
+        host = _own_host(options.address) if remote else "*"
+        self._tensors = None if token is None else TensorServer(token, host)
+        self.store = TensorStore(options.name, "" if self._tensors is None else self._tensors.address)
+        if self._tensors is not None:
+            self._tensors.store = self.store
+        self._reader = TensorReader(token, urlsplit(options.address).hostname or "" if remote else "")
+        self._reading: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._running: dict[tuple[int, int], ResponseStream] = {}
+        self._sinks: dict[tuple[int, int], Callable[[InferenceResponse], None]] = {}
         self._outcomes: list[Outcome] = []
         self._welcome: Welcome | None = None
         self._silent_checks = 0
@@ -113,6 +130,8 @@ class StageAgent:
             raise EngineError(reason) from None
         self._hello()
         work = [self._receive(), self._beat(), self._until_stopped()]
+        if self._tensors is not None:
+            work.append(self._tensors.run())
         tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
         reason = "it was stopped"
         try:
@@ -127,7 +146,10 @@ class StageAgent:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._socket.send(Leave(reason))
             self._socket.close()
+            if self._tensors is not None:
+                self._tensors.close()
             await self._core.stop(0 if self._running else None)
+            self.store.release_all()
 
     async def _load(self) -> None:
         options = self._options
@@ -148,6 +170,7 @@ class StageAgent:
                 model_version=model.version,
                 signature=signature_digest(model.config),
                 slots=_slots(model.config),
+                host_id=host_id(),
                 decoupled=model.decoupled,
                 labels={name: list(labels) for name, labels in model.labels.items()},
             )
@@ -193,6 +216,7 @@ class StageAgent:
         match message:
             case Welcome():
                 self._welcome = message
+                self._reader.timeout = message.silence
                 self._report()
             case Work(tasks):
                 for task in tasks:
@@ -201,10 +225,15 @@ class StageAgent:
                 stream = self._running.get((number, attempt))
                 if stream is not None:
                     stream.cancel()
+                elif (reading := self._reading.get((number, attempt))) is not None:
+                    reading.cancel()
             case Flow(number, attempt, paused):
                 stream = self._running.get((number, attempt))
                 if stream is not None:
-                    stream.pause() if paused else stream.consume(self._sink(number, attempt, stream))
+                    stream.pause() if paused else stream.consume(self._sinks[number, attempt])
+            case Release(numbers):
+                for kept in numbers:
+                    self.store.release(kept)
             case Introduce():
                 self._cancel_all()
                 self._hello()
@@ -217,50 +246,94 @@ class StageAgent:
                 pass
 
     def _start(self, task: Task) -> None:
-        number, attempt = task.number, task.attempt
+        """Submit a request. It waits for inputs that are read from other hosts."""
+        key = task.number, task.attempt
         try:
-            message = wire.decoder.decode(task.request)
-            if not isinstance(message, wire.Infer) or message.payload:  # a payload would be unpickled
-                raise EngineError("it is no request with tensors")
-            request = wire.unpack_request(message)
-            request.client = ""  # the server has counted it
-            stream = self._model.submit(request)
+            request = unpack_request(task)
+            missing = [name for name, ref in task.refs.items() if not add_mapped(request, name, ref)]
+            if missing:
+                self._reading[key] = asyncio.ensure_future(self._read(task, request, missing))
+                self._idle.clear()
+            else:
+                self._submit(task, request)
         except Exception as error:
-            failure = InferenceResponse("", "", final=True)
-            failure.error = wire.unpack_error(wire.pack_error(error))
-            self._send(number, attempt, failure)
-            return
-        self._running[number, attempt] = stream
-        self._idle.clear()
-        stream.consume(self._sink(number, attempt, stream))
+            self._fail(task, error)
 
-    def _sink(self, number: int, attempt: int, stream: ResponseStream) -> Callable[[InferenceResponse], None]:
+    async def _read(self, task: Task, request: InferenceRequest, missing: list[str]) -> None:
+        try:
+            for name in missing:
+                request.inputs[name] = await self._reader.read(name, task.refs[name])
+            self._submit(task, request)
+        except asyncio.CancelledError:
+            self._fail(task, Cancelled("the request was cancelled"))
+        except Exception as error:
+            self._fail(task, error)
+        finally:
+            del self._reading[task.number, task.attempt]
+            self._check_idle()
+
+    def _submit(self, task: Task, request: InferenceRequest) -> None:
+        key = task.number, task.attempt
+        stream = self._model.submit(request)
+        self._running[key] = stream
+        self._sinks[key] = self._sink(task, stream)
+        self._idle.clear()
+        stream.consume(self._sinks[key])
+
+    def _sink(self, task: Task, stream: ResponseStream) -> Callable[[InferenceResponse], None]:
         def receive(response: InferenceResponse) -> None:
             durations = None
             if response.final:
-                self._running.pop((number, attempt), None)
-                if not self._running:
-                    self._idle.set()
+                self._running.pop((task.number, task.attempt), None)
+                self._sinks.pop((task.number, task.attempt), None)
+                self._check_idle()
                 _, *stages = stream.timeline.stages(time.monotonic_ns())
                 durations = (stages[0], stages[1], stages[2])
-            self._send(number, attempt, response, durations)
+            self._send(task, response, durations)
 
         return receive
 
-    def _send(
-        self, number: int, attempt: int, response: InferenceResponse, durations: Durations | None = None
-    ) -> None:
+    def _fail(self, task: Task, error: Exception) -> None:
+        failure = InferenceResponse("", "", final=True)
+        failure.error = wire.unpack_error(wire.pack_error(error))
+        self._send(task, failure)
+
+    def _send(self, task: Task, response: InferenceResponse, durations: Durations | None = None) -> None:
         """Send a response, together with others of the same iteration of the event loop."""
         if not self._outcomes:
             asyncio.get_running_loop().call_soon(self._report)
-        encoded = wire.pack_response(number, response)
-        self._outcomes.append(Outcome(number, attempt, msgspec.Raw(encoded), durations))
+        self._outcomes.append(pack_response(task, response, self.store, durations))
+
+    def _check_idle(self) -> None:
+        if not self._running and not self._reading:
+            self._idle.set()
 
     def _cancel_all(self) -> None:
+        """Forget all requests and tensors: the server has given this worker up, or has ended."""
         for stream in tuple(self._running.values()):
             stream.cancel()
+        for reading in self._reading.values():
+            reading.cancel()
         self._running.clear()
-        self._idle.set()
+        self._sinks.clear()
+        self._outcomes.clear()
+        self.store.release_all()
+        self._check_idle()
+
+
+def _own_host(address: str) -> str:
+    """Return the address of this host on the way to the server, for other workers. Raises `EngineError`."""
+    parts = urlsplit(address)
+    try:
+        family, kind, _, _, place = sockets.getaddrinfo(parts.hostname, parts.port, type=sockets.SOCK_DGRAM)[
+            0
+        ]
+        with sockets.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            host = str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise EngineError(f"cannot find the way to {address}: {error}") from None
+    return f"[{host}]" if ":" in host else host
 
 
 def worker_config(config: Any) -> str:

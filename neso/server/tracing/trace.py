@@ -238,7 +238,8 @@ class ModelTrace:
     def record_tensors(self, activity: str, tensors: dict[str, Tensor] | None) -> None:
         """Record copies of tensors."""
         if tensors and TraceLevel.TENSORS in self.trace.level:
-            self.tensors += [TensorSnapshot.of(activity, tensor) for tensor in tensors.values()]
+            here = (tensor for tensor in tensors.values() if tensor.has_elements)
+            self.tensors += [TensorSnapshot.of(activity, tensor) for tensor in here]
 
     def observe(
         self, timeline: Timeline, response: InferenceResponse, inputs: dict[str, Tensor] | None = None
