@@ -11,7 +11,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple, cast
 
 from neso.backends.llm.cluster_metrics import CLUSTER_FAMILIES, WORKER_FAMILIES
-from neso.backends.llm.metrics import LlmMetrics
+from neso.backends.llm.metrics import FALLBACK_REASONS, LlmMetrics
 from neso.backends.restarts import RESTARTS
 from neso.backends.stage_metrics import STAGE_FAMILIES, STAGE_WORKER_FAMILIES
 from neso.backends.vllm.metrics import VllmMetrics
@@ -82,6 +82,7 @@ def sections() -> list[Section]:
     plain = _language_model()
     speculative = _language_model(num_speculative_tokens=1)
     with_lora = _language_model(lora=LoraConfig(enable_lora=True))
+    transfers = _language_model(kv_address="ipc://kv")
     static = _language_model(in_flight_batching=False)
     vllm = vllm_model()
     common = [f for f in plain.describe() if f in static.describe()]
@@ -144,6 +145,12 @@ def sections() -> list[Section]:
             "Workers of a model", "With `workers` or `worker_address`.", [*CLUSTER_FAMILIES, *WORKER_FAMILIES]
         ),
         Section("Stages", "Models of `--stage`.", [*STAGE_FAMILIES, *STAGE_WORKER_FAMILIES]),
+        Section(
+            "KV transfer",
+            "With `kv_transfer`, which workers of the roles prefill and decode have. Sums over the workers.",
+            _new(transfers, plain),
+            {"reason": FALLBACK_REASONS},
+        ),
         Section("LoRA adapters", "With `enable_lora` or `lora_modules`.", _new(with_lora, plain)),
         Section(
             "Language models (TensorRT-LLM names)",
@@ -173,7 +180,11 @@ def _model_families(**switches: bool) -> list[Family]:
 
 
 def _language_model(
-    *, num_speculative_tokens: int = 0, lora: LoraConfig | None = None, in_flight_batching: bool = True
+    *,
+    num_speculative_tokens: int = 0,
+    lora: LoraConfig | None = None,
+    in_flight_batching: bool = True,
+    kv_address: str = "",
 ) -> MetricsRegistry:
     """Return a registry with the metrics of a language model with these options."""
     info = EngineInfo(
@@ -181,6 +192,7 @@ def _language_model(
         num_speculative_tokens=num_speculative_tokens,
         lora=lora or LoraConfig(),
         in_flight_batching=in_flight_batching,
+        kv_address=kv_address,
     )
     registry = MetricsRegistry()
     engine = SimpleNamespace(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 from eventually import wait_until
 from fake_engine import make_core, make_request
 
 from neso.engine.core.request import EngineRequest, KvExport, KvImport, SequenceOutput
 from neso.engine.core.stats import KvTransferStats
 from neso.engine.kv_transfer.addon import KvTransfer
+from neso.engine.kv_transfer.config import Via
 from neso.engine.kv_transfer.format import KvFormat
 
 BLOCK = 4
+
+needs_nixl = pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="NIXL is not installed")
 
 
 class TransferEngine:
@@ -23,7 +28,7 @@ class TransferEngine:
         *,
         model: str = "fake",
         host: str | None = None,
-        allow_shared_memory: bool = True,
+        via: Via = "auto",
         **options: Any,
     ) -> None:
         self.core = make_core(shares_cache=True, **{"block_size": BLOCK, **options})
@@ -40,9 +45,7 @@ class TransferEngine:
             num_parts=1,
             part_bytes=8 * block_size,
         )
-        self.address = transfer.enable(
-            self.core.scheduler.kv, cache, layout, host, allow_shared_memory=allow_shared_memory
-        )
+        self.address = transfer.enable(self.core.scheduler.kv, cache, layout, host, via)
         self.outputs: dict[str, list[SequenceOutput]] = {}
 
     def add(self, request: EngineRequest) -> None:

@@ -6,12 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
 from neso.backends import generation_metrics as families
 from neso.backends.generation_metrics import GenerationMetrics
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.engine_group import EngineGroup
-from neso.engine.core.stats import EngineStats
+from neso.engine.core.stats import EngineStats, FallbackReason, KvTransferStats
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LoraConfig
 from neso.generation import FinishReason, GenerationOutput, GenerationRequest
@@ -100,6 +101,36 @@ _PER_ENGINE: dict[Family, Callable[[AsyncEngine], float]] = {
 Read = Callable[[EngineStats], float]
 
 
+def _transfer_family(name: str, help: str, kind: str = "counter", labels: tuple[str, ...] = ()) -> Family:
+    return Family(f"neso_kv_transfer_{name}", kind, help, ("model", "version", *labels))
+
+
+_TRANSFERS: dict[Family, Callable[[KvTransferStats], float]] = {
+    _transfer_family("exports_total", "Prompts computed for another engine."): lambda t: t.exports,
+    _transfer_family("imports_total", "Requests that got KV-cache blocks of another engine."): lambda t: (
+        t.imports
+    ),
+    _transfer_family("bytes_total", "Bytes of blocks read from other engines."): lambda t: t.imported_bytes,
+    _transfer_family("seconds_total", "Seconds spent reading blocks of other engines."): lambda t: (
+        t.import_seconds
+    ),
+    _transfer_family("leases", "Prompts that are computed or kept for another engine.", "gauge"): lambda t: (
+        t.leases
+    ),
+    _transfer_family("expired_leases_total", "Leases that ended without being released."): lambda t: (
+        t.expired_leases
+    ),
+}
+_TRANSFER_FALLBACKS = _transfer_family(
+    "fallbacks_total",
+    "Requests that computed a prompt themselves because its transfer failed.",
+    labels=("reason",),
+)
+FALLBACK_REASONS: list[FallbackReason] = [
+    reason for reason in get_args(FallbackReason) if reason != "aborted"
+]
+
+
 class EngineGauges:
     """Gauges and counters of the engines of a model, read at each scrape: sums, and a few for each engine.
 
@@ -115,6 +146,8 @@ class EngineGauges:
         self._watch_vllm(info)
         self._watch_speculation(info)
         self._watch_logits_processors(info)
+        if info.kv_address:
+            self._watch_transfers()
         if iterations:
             self._watch_tensorrt_llm(info)
 
@@ -164,6 +197,12 @@ class EngineGauges:
             )
             for family, field in counters:
                 self._watch(family, partial(_processor_counter, name, field), name)
+
+    def _watch_transfers(self) -> None:
+        for family, read in _TRANSFERS.items():
+            self._watch(family, partial(_of_transfers, read))
+        for reason in FALLBACK_REASONS:
+            self._watch(_TRANSFER_FALLBACKS, partial(_fallbacks, reason), reason)
 
     def _watch_tensorrt_llm(self, info: EngineInfo) -> None:
         def watch_all(family: Family, reads: dict[str, Read]) -> None:
@@ -216,6 +255,14 @@ class EngineGauges:
                     "empty_generation_slots": lambda s: s.static_batch.num_empty_slots,
                 },
             )
+
+
+def _of_transfers(read: Callable[[KvTransferStats], float], stats: EngineStats) -> float:
+    return read(stats.kv_transfer)
+
+
+def _fallbacks(reason: FallbackReason, stats: EngineStats) -> float:
+    return stats.kv_transfer.fallbacks_by_reason.get(reason, 0)
 
 
 def _accepted_at(position: int, stats: EngineStats) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -110,12 +110,22 @@ def _merged_processors(
     return merged
 
 
+FallbackReason = Literal["refused", "ended", "timeout", "disconnected", "no_blocks", "aborted", "error"]
+"""Why an engine computes a prompt that another one has.
+
+- refused: the engines do not fit together; ended: the export was aborted, or its lease has ended
+- timeout, disconnected: of the other engine; no_blocks: for the transfer, in time
+- aborted: never counted; error: anything else
+"""
+
+
 class KvTransferStats(msgspec.Struct, array_like=True):
     """Transfers of KV-cache blocks between engines. `leases`, `active_imports` are gauges, the others counters.
 
     - leases: exports that are computed or kept; expired_leases: those that nobody released
     - exports, exported_blocks: completed exports
-    - imports: requests that got blocks of another engine; fallbacks: requests that computed some of them themselves
+    - imports: requests that got blocks of another engine; fallbacks_by_reason: requests that computed some of them
+      themselves
     - imported_blocks, imported_bytes; import_seconds: spent with copying
     """
 
@@ -125,20 +135,32 @@ class KvTransferStats(msgspec.Struct, array_like=True):
     exported_blocks: int = 0
     expired_leases: int = 0
     imports: int = 0
-    fallbacks: int = 0
     imported_blocks: int = 0
     imported_bytes: int = 0
     import_seconds: float = 0.0
+    fallbacks_by_reason: dict[FallbackReason, int] = {}
+
+    @property
+    def fallbacks(self) -> int:
+        return sum(self.fallbacks_by_reason.values())
 
     def copy(self) -> KvTransferStats:
         """Return a snapshot."""
-        return msgspec.structs.replace(self)
+        return msgspec.structs.replace(self, fallbacks_by_reason={**self.fallbacks_by_reason})
 
     def plus(self, other: KvTransferStats) -> KvTransferStats:
         """Return the sums."""
-        return KvTransferStats(
-            *(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__)
-        )
+        sums = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in self.__struct_fields__
+            if name != "fallbacks_by_reason"
+        }
+        reasons = self.fallbacks_by_reason.keys() | other.fallbacks_by_reason.keys()
+        fallbacks = {
+            reason: self.fallbacks_by_reason.get(reason, 0) + other.fallbacks_by_reason.get(reason, 0)
+            for reason in reasons
+        }
+        return KvTransferStats(**sums, fallbacks_by_reason=fallbacks)
 
     def after(self, earlier: KvTransferStats) -> KvTransferStats:
         """Return the gauges of this one, and the sums of the counters."""

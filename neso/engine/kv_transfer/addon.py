@@ -20,11 +20,13 @@ from neso.engine.core.prefix_cache import CachedBlock
 from neso.engine.core.request import KvExport, KvImport, SequenceOutput
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence
-from neso.engine.core.stats import KvTransferStats
+from neso.engine.core.stats import FallbackReason, KvTransferStats
 from neso.engine.core.step import Step
+from neso.engine.kv_transfer.config import Via
 from neso.engine.kv_transfer.exports import Export, ExportTable
 from neso.engine.kv_transfer.fetch import Fetch, Fetcher, Prefix
 from neso.engine.kv_transfer.format import KvFormat, prefix_digest
+from neso.engine.kv_transfer.nixl import open_nixl
 from neso.engine.kv_transfer.server import KvServer
 from neso.engine.runners.base import Logits
 from neso.engine.runners.shared_cache import SharedCache
@@ -59,6 +61,8 @@ class KvTransfer(Addon):
     def __init__(self) -> None:
         self._kv: KVCacheManager | None = None
         self._imports: list[_Import] = []
+        self._ending: list[tuple[Fetch, BlockHold]] = []
+        """Transfers whose requests go on without them, while their targets may still be written."""
         self._num_fetching = 0
         self._stats = KvTransferStats()
         self._exports = ExportTable()
@@ -72,15 +76,20 @@ class KvTransfer(Addon):
         cache: SharedCache,
         block_format: KvFormat,
         host: str | None = None,
-        *,
-        allow_shared_memory: bool = True,
+        via: Via = "auto",
     ) -> str:
-        """Start the KV server, and return its address. Raises `OSError` if it cannot listen at `host`."""
+        """Start the KV server, and return its address.
+
+        Raises `OSError` if it cannot listen at `host`, `NixlError` if `via` is "nixl" and this is not possible.
+        """
         self._kv = kv
         self._exports = ExportTable(lambda: server.notify())
-        self._server = server = KvServer(cache, block_format, self._exports, host)
+        nixl = open_nixl(cache, via, wanted=host is not None)
+        self._server = server = KvServer(
+            cache, block_format, self._exports, host, None if nixl is None else nixl.memory
+        )
         self._server.set_wake(self._wake)
-        self._fetcher = Fetcher(cache, block_format, allow_shared_memory=allow_shared_memory)
+        self._fetcher = Fetcher(cache, block_format, via, nixl)
         self._threads = ThreadPoolExecutor(MAX_IMPORTS, thread_name_prefix="kv-fetch")
         return server.address
 
@@ -96,6 +105,7 @@ class KvTransfer(Addon):
             if one.fetch is not None:
                 one.fetch.cancelled = True
         self._server.close()
+        self._fetcher.stop()
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._fetcher.close()
         self._server = None
@@ -215,6 +225,8 @@ class KvTransfer(Addon):
         for export in self._exports.take_ended():
             assert export.hold is not None
             scheduler.kv.drop(export.hold)
+        if self._ending:
+            self._drop_ended(scheduler.kv)
         if self._imports:
             self._imports = [one for one in self._imports if not self._advance(one, scheduler)]
         return []
@@ -271,37 +283,50 @@ class KvTransfer(Addon):
 
     def _end(self, one: _Import, fetch: Fetch, kv: KVCacheManager) -> None:
         assert one.hold is not None and one.found is not None
-        self._num_fetching -= 1
         sequence, size = one.sequence, kv.block_size
         parent = one.found[-1].node if one.found else sequence.cache_identity
         end = fetch.first + fetch.num_blocks
         kv.register_blocks(
             parent, fetch.prefix.tokens[fetch.first * size : end * size], fetch.targets[: fetch.num_blocks]
         )
-        kv.drop(one.hold)
+        self._ending.append((fetch, one.hold))
+        self._drop_ended(kv)
         self._stats.imported_blocks += fetch.num_blocks
         self._stats.imported_bytes += fetch.num_bytes
         self._stats.import_seconds += fetch.seconds
         sequence.num_imported_tokens = fetch.num_blocks * size
         if fetch.error and not sequence.released:
-            self._fall_back(one, fetch.error)
+            self._fall_back(one, fetch.error, fetch.reason)
         else:
             self._stats.imports += not fetch.error
         one.ready = True
 
+    def _drop_ended(self, kv: KVCacheManager) -> None:
+        still_ending = []
+        for fetch, hold in self._ending:
+            if fetch.ended.is_set():
+                kv.drop(hold)
+                self._num_fetching -= 1
+            else:
+                still_ending.append((fetch, hold))
+        self._ending = still_ending
+
     def _fall_back_in_time(self, one: _Import) -> None:
         if time.monotonic() >= one.deadline:
             self._fall_back(
-                one, "the transfer could not begin in time: no free blocks, or too many transfers"
+                one,
+                "the transfer could not begin in time: no free blocks, or too many transfers",
+                "no_blocks",
             )
 
-    def _fall_back(self, one: _Import, reason: str) -> None:
+    def _fall_back(self, one: _Import, error: str, reason: FallbackReason) -> None:
         """Let the request compute what is missing."""
         logger.warning(
-            "KV transfer '%s' failed, the prompt is computed here: %s", one.source.transfer_id, reason
+            "KV transfer '%s' failed, the prompt is computed here: %s", one.source.transfer_id, error
         )
-        self._stats.fallbacks += 1
-        one.sequence.import_error = reason
+        fallbacks = self._stats.fallbacks_by_reason
+        fallbacks[reason] = fallbacks.get(reason, 0) + 1
+        one.sequence.import_error = error
         one.ready = True
 
     def start(self, sequence: Sequence) -> None:
@@ -315,15 +340,19 @@ class KvTransfer(Addon):
     # -- background work ----------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self._imports) or self._exports.has_ended()
+        return (
+            bool(self._imports)
+            or self._exports.has_ended()
+            or any(fetch.ended.is_set() for fetch, _ in self._ending)
+        )
 
     def wait(self, timeout: float) -> None:
         """Wait for the end of a transfer, at most `timeout` seconds."""
         if self._imports:
             self._fetched.wait(timeout)
             self._fetched.clear()
-        elif len(self._exports):
-            time.sleep(timeout)  # a waiting sequence needs the blocks of a lease
+        elif len(self._exports) or self._ending:
+            time.sleep(timeout)  # a waiting sequence needs the blocks of a lease, or of a transfer
 
     def stats(self) -> dict[str, Any]:
         if self._kv is None:

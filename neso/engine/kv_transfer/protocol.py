@@ -1,7 +1,7 @@
 """Messages between the KV servers of engines, as msgpack over ZeroMQ: each request has one reply.
 
 An importing engine sends `Hello`, then `Pull` until the export is complete, then `Release`. The blocks themselves are
-read from shared memory, or with `Read` if that is not possible.
+read from shared memory, with NIXL, or with `Read`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from neso.engine.kv_transfer.format import KvFormat
+from neso.engine.kv_transfer.nixl import NixlMemory
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -40,6 +41,13 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
     blocks: list[int]
 
 
+class Epochs(msgspec.Struct, frozen=True, tag="epochs"):
+    """Ask for the epochs of blocks, after they were read with NIXL; answered by `Content` without a second frame."""
+
+    token: str
+    blocks: list[int]
+
+
 class Release(msgspec.Struct, frozen=True, tag="release"):
     """End the lease of an export; answered by `Ended`."""
 
@@ -47,7 +55,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     transfer_id: str
 
 
-Query = Hello | Pull | Read | Release
+Query = Hello | Pull | Read | Epochs | Release
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
@@ -64,11 +72,12 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """`engine`: a random name; an engine that was started again has another one."""
+    """`engine`: a random name; an engine that was started again has another one. `nixl`: None if it has no NIXL."""
 
     engine: str
     format: KvFormat
     memory: Memory
+    nixl: NixlMemory | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

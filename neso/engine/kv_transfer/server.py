@@ -19,9 +19,11 @@ import zmq
 
 from neso.engine.kv_transfer.exports import ExportTable
 from neso.engine.kv_transfer.format import KvFormat
+from neso.engine.kv_transfer.nixl import NixlMemory
 from neso.engine.kv_transfer.protocol import (
     Content,
     Ended,
+    Epochs,
     Hello,
     KvAddress,
     Memory,
@@ -66,10 +68,16 @@ class KvServer:
     ended. Raises `OSError` if `host` cannot be bound.
 
     - host: name or address of this host at which engines on other hosts connect; None for engines of this host only
+    - nixl: of the agent with which `cache` can be read
     """
 
     def __init__(
-        self, cache: SharedCache, block_format: KvFormat, exports: ExportTable, host: str | None = None
+        self,
+        cache: SharedCache,
+        block_format: KvFormat,
+        exports: ExportTable,
+        host: str | None = None,
+        nixl: NixlMemory | None = None,
     ) -> None:
         self._cache = cache
         self._exports = exports
@@ -80,6 +88,7 @@ class KvServer:
             name,
             block_format,
             Memory(host_id(), os.getpid(), cache.fd, status.st_ino, cache.shape.num_blocks),
+            nixl,
         )
         self._changed = WakeUp()
         self._closing = False
@@ -166,8 +175,8 @@ class KvServer:
                 self._reply(reader, self._welcome)
             case Pull():
                 self._waiting.append(_Waiting(reader, query, time.monotonic() + POLL_SECONDS))
-            case Read(blocks=blocks):
-                self._read(reader, blocks)
+            case Read(blocks=blocks) | Epochs(blocks=blocks):
+                self._read(reader, blocks, with_content=isinstance(query, Read))
             case Release(transfer_id=transfer_id):
                 self._exports.release(transfer_id)
                 self._reply(reader, Ended("released"))
@@ -185,14 +194,15 @@ class KvServer:
                 still_waiting.append(waiting)
         self._waiting = still_waiting
 
-    def _read(self, reader: bytes, blocks: list[int]) -> None:
+    def _read(self, reader: bytes, blocks: list[int], *, with_content: bool) -> None:
         shape = self._cache.shape
-        if not blocks or len(blocks) * shape.block_bytes > max(MAX_READ_BYTES, shape.block_bytes):
+        limit = max(MAX_READ_BYTES, shape.block_bytes)
+        if with_content and not 0 < len(blocks) * shape.block_bytes <= limit:
             self._reply(reader, Refused(f"can read 1 to {MAX_READ_BYTES} bytes at a time"))
         elif not all(0 <= block < shape.num_blocks for block in blocks):
             self._reply(reader, Refused("there is no such block"))
         else:
-            content = self._cache.blocks[:, blocks]
+            content = self._cache.blocks[:, blocks] if with_content else None
             epochs = self._cache.epochs[blocks].tolist()
             self._reply(reader, Content(epochs), content)
 

@@ -9,6 +9,7 @@ from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
 from neso.engine.kv_transfer.addon import KvTransfer
 from neso.engine.kv_transfer.format import KvFormat, model_digest
+from neso.engine.kv_transfer.nixl import NixlError
 from neso.engine.loop.engine_core import EngineCore
 from neso.engine.runners.base import Runner
 
@@ -52,8 +53,10 @@ def start_transfers(config: EngineConfig, core: EngineCore, transfer: KvTransfer
             cache,
             block_format,
             options.kv_transfer_host,
-            allow_shared_memory=options.kv_transfer_shared_memory,
+            options.kv_transfer_via,
         )
     except OSError as error:
         raise EngineError(f"kv_transfer_host: {error}") from None
+    except NixlError as error:
+        raise EngineError(f"kv_transfer_via: {error}") from None
     return address, block_format

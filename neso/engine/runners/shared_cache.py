@@ -85,6 +85,20 @@ class SharedCache:
             os.close(self.fd)
 
 
+def block_runs(blocks: list[int], targets: list[int]) -> list[tuple[int, int, int]]:
+    """Return the runs in which blocks and targets are consecutive: their first block, first target and length."""
+    runs, start = [], 0
+    for i in range(1, len(blocks) + 1):
+        if (
+            i == len(blocks)
+            or blocks[i] != blocks[start] + i - start
+            or targets[i] != targets[start] + i - start
+        ):
+            runs.append((blocks[start], targets[start], i - start))
+            start = i
+    return runs
+
+
 def _epochs_start(shape: CacheShape) -> int:
     return -(-shape.cache_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 

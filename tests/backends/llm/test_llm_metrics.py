@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from eventually import until
@@ -11,7 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_llm_backend import outputs, request, write_repository
 
 import neso.server.core
-from neso.backends.llm.metrics import AdapterMetrics
+from neso.backends.llm.metrics import AdapterMetrics, LlmMetrics
+from neso.engine.client.engine_group import EngineGroup
+from neso.engine.config import EngineConfig
+from neso.engine.core.stats import EngineStats, KvTransferStats
+from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LoraConfig
 from neso.server.errors import ErrorCode
 from neso.server.metrics.registry import MetricsRegistry, ModelMetrics
@@ -153,6 +159,42 @@ async def test_tensorrt_llm_families(tmp_path, kind):
         else:
             assert found["inflight_batcher_metrics"]["generation_requests"] == 1
             assert "v1_metrics" not in found
+
+
+def test_kv_transfers_are_counted():
+    first = KvTransferStats(leases=1, imports=2, imported_bytes=300, fallbacks_by_reason={"timeout": 2})
+    second = KvTransferStats(
+        imports=1, import_seconds=0.5, fallbacks_by_reason={"timeout": 1, "disconnected": 1}
+    )
+    stats = EngineStats.sum([EngineStats(kv_transfer=first), EngineStats(kv_transfer=second)])
+    info = EngineInfo(*("native", 2048, 64, 32000, 64, 16, 2**20, 0.5), kv_address="ipc://kv#token")
+    engine: Any = SimpleNamespace(info=info, stats=stats, alive=True, num_requests=0, on_dead=id, on_stats=id)
+    registry = MetricsRegistry()
+    LlmMetrics(ModelMetrics(registry, "pilot", "1"), EngineGroup([engine], EngineConfig(model="")))
+    found = samples(SimpleNamespace(metrics=registry))
+    transfers = {name: value for (name, _), value in found.items() if name.startswith("neso_kv_transfer_")}
+    del transfers["neso_kv_transfer_fallbacks_total"]
+    assert transfers == {
+        "neso_kv_transfer_exports_total": 0,
+        "neso_kv_transfer_imports_total": 3,
+        "neso_kv_transfer_bytes_total": 300,
+        "neso_kv_transfer_seconds_total": 0.5,
+        "neso_kv_transfer_leases": 1,
+        "neso_kv_transfer_expired_leases_total": 0,
+    }
+    reasons = {
+        dict(labels)["reason"]: value
+        for (name, labels), value in found.items()
+        if name == "neso_kv_transfer_fallbacks_total"
+    }
+    assert reasons == {
+        "refused": 0,
+        "ended": 0,
+        "timeout": 3,
+        "disconnected": 1,
+        "no_blocks": 0,
+        "error": 0,
+    }
 
 
 def test_unused_names_are_removed():

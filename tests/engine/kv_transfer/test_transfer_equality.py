@@ -18,7 +18,7 @@ SMALL: dict[str, Any] = {"num_blocks": 60, "block_size": 4, "max_prefill_chunk":
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "native": ("native", {}),
     "reference": ("reference", {}),
-    "messages": ("native", {"kv_transfer_shared_memory": False}),
+    "messages": ("native", {"kv_transfer_via": "messages"}),
     "window": ("native", WINDOW),
     "drafts": ("native", METHODS["ngram"]),
     "one by one": ("native", {"max_prefill_chunk": 1, "max_num_seqs": 3}),

@@ -10,12 +10,16 @@ import pytest
 import zmq
 from eventually import wait_until
 from fake_engine import expected_tokens, make_core, make_request
-from transfer_engines import BLOCK, TransferEngine
+from transfer_engines import BLOCK, TransferEngine, needs_nixl
 
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.core.request import KvExport, KvImport
-from neso.engine.kv_transfer import fetch as fetch_module
-from neso.engine.kv_transfer.fetch import SharedMemoryReader
+from neso.engine.core.stats import FallbackReason
+from neso.engine.kv_transfer import connection as connection_module
+from neso.engine.kv_transfer import nixl as nixl_module
+from neso.engine.kv_transfer import readers as readers_module
+from neso.engine.kv_transfer.nixl import NixlAgent, NixlError, NixlRead
+from neso.engine.kv_transfer.readers import MessageReader, NixlReader, SharedMemoryReader
 from neso.generation import FinishReason
 
 PROMPT = list(range(1, 23))  # 5 full blocks and 2 tokens
@@ -35,12 +39,12 @@ def engine():
         one.core.close()
 
 
-@pytest.fixture(params=["shared memory", "messages", "TCP"])
+@pytest.fixture(params=["shm", "messages", "TCP", pytest.param("nixl", marks=needs_nixl)])
 def pair(engine, request):
     """A prefill and a decode engine."""
-    host = "127.0.0.1" if request.param == "TCP" else None
-    shared = request.param == "shared memory"
-    return engine(host=host), engine(allow_shared_memory=shared)
+    if request.param == "TCP":
+        return engine(host="127.0.0.1"), engine(via="messages")
+    return engine(via=request.param), engine(via=request.param)
 
 
 def assert_imported(
@@ -53,12 +57,17 @@ def assert_imported(
 
 
 def assert_fell_back(
-    decode: TransferEngine, reason: str, prompt: list[int] = PROMPT, name: str = "import t"
+    decode: TransferEngine,
+    error: str,
+    prompt: list[int] = PROMPT,
+    name: str = "import t",
+    *,
+    reason: FallbackReason = "refused",
 ) -> None:
     outputs = decode.run_until_finished(name)
     assert decode.tokens(name) == expected_tokens(prompt, 8)
-    assert reason in outputs[0].import_error
-    assert decode.stats.fallbacks == 1
+    assert error in outputs[0].import_error
+    assert decode.stats.fallbacks_by_reason == {reason: 1}
     decode.wait_until_empty()
 
 
@@ -208,7 +217,7 @@ def test_lease_expires(engine):
     prefill.wait_until_empty()
     assert prefill.stats.expired_leases == 1
     decode.import_from(prefill, PROMPT)
-    assert_fell_back(decode, "lease has ended")
+    assert_fell_back(decode, "lease has ended", reason="ended")
 
 
 def test_extended_lease_does_not_delay_others(engine):
@@ -291,11 +300,11 @@ def test_prefill_engine_that_does_not_answer(engine):
         silent.bind(endpoint)
         decode = engine()
         decode.import_from(f"{endpoint}#token", PROMPT, timeout=0.2)
-        assert_fell_back(decode, "did not answer in time")
+        assert_fell_back(decode, "did not answer in time", reason="timeout")
 
 
 def test_prefill_engine_that_ends(engine, monkeypatch):
-    monkeypatch.setattr(fetch_module, "ANSWER_SECONDS", 3.0)
+    monkeypatch.setattr(connection_module, "ANSWER_SECONDS", 3.0)
     prefill, decode = engine(max_prefill_chunk=BLOCK), engine()
     prefill.export(PROMPT)
     prefill.step()
@@ -305,7 +314,7 @@ def test_prefill_engine_that_ends(engine, monkeypatch):
     wait_until(lambda: one.fetch.num_blocks == 1)
     prefill.core.close()
     assert decode.run_until_finished("import t")[0].imported_tokens == BLOCK
-    assert_fell_back(decode, "did not answer in time")
+    assert_fell_back(decode, "did not answer in time", reason="timeout")
 
 
 def test_complete_export_outlives_its_engine(engine, monkeypatch):
@@ -336,7 +345,7 @@ def test_blocks_that_are_reused_during_the_read_are_discarded(engine, monkeypatc
 
     monkeypatch.setattr(SharedMemoryReader, "read", read_too_late)
     decode.import_from(prefill, PROMPT)
-    assert_fell_back(decode, "was released")
+    assert_fell_back(decode, "was released", reason="ended")
     assert decode.stats.imported_blocks == 0
 
 
@@ -395,23 +404,23 @@ def test_decode_engine_that_gets_no_free_blocks(engine):
     decode.add(make_request("first", PROMPT[::-1], max_tokens=16))
     decode.step()
     decode.import_from(prefill, PROMPT, timeout=0.0)
-    assert_fell_back(decode, "no free blocks")
+    assert_fell_back(decode, "no free blocks", reason="no_blocks")
 
 
 @pytest.mark.parametrize(
-    ("address", "reason"),
+    ("address", "error", "reason"),
     [
-        ("nowhere", "is not the kv_address"),
-        ("tcp://#x", "cannot connect"),
-        ("wrong token", "the token is wrong"),
+        ("nowhere", "is not the kv_address", "refused"),
+        ("tcp://#x", "cannot connect", "disconnected"),
+        ("wrong token", "the token is wrong", "refused"),
     ],
 )
-def test_wrong_addresses(engine, address, reason):
+def test_wrong_addresses(engine, address, error, reason):
     prefill, decode = engine(), engine()
     if address == "wrong token":
         address = prefill.address.partition("#")[0] + "#guess"
     decode.import_from(address, PROMPT)
-    assert_fell_back(decode, reason)
+    assert_fell_back(decode, error, reason=reason)
 
 
 @pytest.mark.parametrize(
@@ -453,6 +462,103 @@ def test_invalid_messages_do_not_disturb_the_server(engine):
     prefill.complete_export(PROMPT)
     decode.import_from(prefill, PROMPT)
     assert_imported(decode, PROMPT, 20)
+
+
+# -- the choice of a way ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("exporter", "importer", "same_host", "expected"),
+    [
+        ("auto", "auto", True, "SharedMemoryReader"),
+        pytest.param("nixl", "nixl", True, "NixlReader", marks=needs_nixl),
+        pytest.param("nixl", "nixl", False, "NixlReader", marks=needs_nixl),
+        ("auto", "auto", False, "MessageReader"),
+        ("auto", "messages", True, "MessageReader"),
+        pytest.param("nixl", "auto", False, "MessageReader", marks=needs_nixl),
+    ],
+)
+def test_way_is_chosen_by_the_handshake(engine, monkeypatch, exporter, importer, same_host, expected):
+    prefill, decode = engine(via=exporter), engine(via=importer)
+    if not same_host:
+        monkeypatch.setattr(readers_module, "host_id", lambda: "another host")
+    opened = []
+    reader = getattr(readers_module, expected)
+    read = reader.read
+    monkeypatch.setattr(reader, "read", lambda self, *blocks: opened.append(self) or read(self, *blocks))
+    prefill.complete_export(PROMPT)
+    decode.import_from(prefill, PROMPT)
+    assert_imported(decode, PROMPT, 20)
+    assert opened
+
+
+@needs_nixl
+def test_engines_with_a_host_have_nixl(engine, monkeypatch):
+    prefill, decode = engine(host="127.0.0.1"), engine(host="127.0.0.1")
+    monkeypatch.setattr(readers_module, "host_id", lambda: "another host")
+    monkeypatch.delattr(MessageReader, "read")
+    prefill.complete_export(PROMPT)
+    decode.import_from(prefill, PROMPT)
+    assert_imported(decode, PROMPT, 20)
+
+
+@pytest.mark.parametrize(
+    ("via", "reason"),
+    [
+        ("shm", "kv_transfer_via=shm, but the memory of the other engine cannot be mapped"),
+        pytest.param("nixl", "kv_transfer_via=nixl, but the other engine has no NIXL", marks=needs_nixl),
+    ],
+)
+def test_a_forced_way_that_cannot_be_had_is_refused(engine, monkeypatch, via, reason):
+    prefill, decode = engine(), engine(via=via)
+    monkeypatch.setattr(readers_module, "host_id", lambda: "another host")
+    prefill.complete_export(PROMPT)
+    decode.import_from(prefill, PROMPT)
+    assert_fell_back(decode, reason)
+
+
+def test_without_nixl(engine, monkeypatch):
+    monkeypatch.setattr(nixl_module, "_MODULES", ("not_installed",))
+    with pytest.raises(NixlError, match="pip install 'neso\\[nixl\\]'"):
+        engine(via="nixl")
+    engine(host="127.0.0.1")  # uses messages
+
+
+@needs_nixl
+@pytest.mark.parametrize("ending", ["abort", "timeout", "close"])
+def test_targets_stay_reserved_while_nixl_writes(engine, monkeypatch, ending):
+    prefill, decode = engine(via="nixl"), engine(via="nixl")
+    prefill.complete_export(PROMPT)
+    reading, may_end = threading.Event(), threading.Event()
+    has_ended, read = NixlRead.has_ended, NixlAgent.read
+
+    def read_with_timeout(self, *blocks):
+        if ending == "timeout":
+            monkeypatch.setattr(connection_module, "ANSWER_SECONDS", 0.2)
+        return read(self, *blocks)
+
+    def slow(self):
+        reading.set()
+        return may_end.is_set() and has_ended(self)
+
+    monkeypatch.setattr(NixlRead, "has_ended", slow)
+    monkeypatch.setattr(NixlAgent, "read", read_with_timeout)
+    decode.import_from(prefill, PROMPT)
+    decode.step()
+    assert reading.wait(60)
+    if ending == "close":
+        decode.core.close()  # does not wait for the read
+        return
+    if ending == "abort":
+        decode.core.abort("import t")
+        wait_until(lambda: decode.step() or not decode.transfer._imports)
+    else:  # the request goes on without the blocks
+        outputs = decode.run_until_finished("import t")
+        assert "did not answer in time" in outputs[0].import_error
+        assert decode.tokens("import t") == expected_tokens(PROMPT, 8)
+    assert decode.num_used == 5
+    may_end.set()
+    decode.wait_until_empty()
 
 
 # -- requests -------------------------------------------------------------------------------------------------------
@@ -500,9 +606,10 @@ def test_prompt_log_probabilities_ignore_the_transfer(engine):
     prefill.wait_until_empty()
 
 
-def test_messages_are_read_in_parts(engine, monkeypatch):
-    monkeypatch.setattr(fetch_module, "MAX_READ_BYTES", 2 * 8 * BLOCK)
-    prefill, decode = engine(), engine(allow_shared_memory=False)
+def test_blocks_are_read_in_parts(pair, monkeypatch):
+    for reader in (SharedMemoryReader, MessageReader, NixlReader):
+        monkeypatch.setattr(reader, "max_bytes", 2 * 8 * BLOCK)
+    prefill, decode = pair
     prefill.complete_export(PROMPT)
     decode.import_from(prefill, PROMPT)
     assert_imported(decode, PROMPT, 20)

@@ -1,0 +1,174 @@
+"""How blocks of another engine are read: shared memory, NIXL or messages. The handshake chooses."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Protocol
+
+import numpy as np
+
+from neso.engine.kv_transfer.config import Via
+from neso.engine.kv_transfer.connection import Connection, TransferError
+from neso.engine.kv_transfer.format import KvFormat
+from neso.engine.kv_transfer.nixl import NixlAgent, NixlError, NixlRead, Peer
+from neso.engine.kv_transfer.protocol import Content, Ended, Epochs, Hello, Memory, Read, Welcome, host_id
+from neso.engine.kv_transfer.server import MAX_READ_BYTES
+from neso.engine.runners.shared_cache import CacheShape, SharedCache, block_runs
+
+_MAX_MAPPED = 64
+"""Number of engines whose memory stays mapped."""
+_POLL_SECONDS = 0.0002
+
+
+class BlockReader(Protocol):
+    """Reads blocks of another engine, at most `max_bytes` or one block at a time."""
+
+    max_bytes: int
+
+    def read(self, blocks: list[int], targets: list[int]) -> list[int]:
+        """Copy blocks of the other engine to own blocks, and return the epochs that they have afterwards.
+
+        Raises `TransferError`.
+        """
+
+    def close(self) -> None:
+        """Wait until nothing is written to targets any more, also after an error."""
+
+
+class SharedMemoryReader:
+    """Copies from the mapped memory of an engine on this host."""
+
+    max_bytes = 64 << 20
+
+    def __init__(self, own: SharedCache, other: SharedCache) -> None:
+        self._own, self._other = own, other
+
+    def read(self, blocks: list[int], targets: list[int]) -> list[int]:
+        for source, target, count in block_runs(blocks, targets):
+            self._own.blocks[:, target : target + count] = self._other.blocks[:, source : source + count]
+        return [int(self._other.epochs[block]) for block in blocks]
+
+    def close(self) -> None:
+        pass
+
+
+class MessageReader:
+    """Asks the KV server for the content of blocks."""
+
+    max_bytes = MAX_READ_BYTES
+
+    def __init__(self, own: SharedCache, connection: Connection) -> None:
+        self._own, self._connection = own, connection
+
+    def read(self, blocks: list[int], targets: list[int]) -> list[int]:
+        shape = self._own.shape
+        reply, content = self._connection.ask_for_content(Read(self._connection.token, blocks))
+        if len(content) != len(blocks) * shape.block_bytes or len(reply.epochs) != len(blocks):
+            raise TransferError(f"{len(blocks)} blocks came with {len(content)} bytes", "error")
+        self._own.blocks[:, targets] = np.frombuffer(content, np.uint8).reshape(
+            shape.num_parts, len(blocks), shape.part_bytes
+        )
+        return reply.epochs
+
+    def close(self) -> None:
+        pass
+
+
+class NixlReader:
+    """Reads the blocks with NIXL, and asks the KV server for their epochs."""
+
+    max_bytes = 64 << 20
+
+    def __init__(self, agent: NixlAgent, peer: Peer, connection: Connection) -> None:
+        self._agent, self._peer, self._connection = agent, peer, connection
+        self._running: NixlRead | None = None
+
+    def read(self, blocks: list[int], targets: list[int]) -> list[int]:
+        try:
+            self._running = read = self._agent.read(self._peer, blocks, targets)
+            end = self._connection.next_end()
+            while not read.has_ended():
+                self._connection.check(end)
+                time.sleep(_POLL_SECONDS)
+        except NixlError as error:
+            raise TransferError(str(error), "disconnected") from None
+        reply = self._connection.ask(Epochs(self._connection.token, blocks), Content)
+        if isinstance(reply, Ended) or len(reply.epochs) != len(blocks):
+            raise TransferError("the other engine sent no epochs", "error")
+        return reply.epochs
+
+    def close(self) -> None:
+        try:
+            while not (self._running is None or self._agent.closing or self._running.has_ended()):
+                time.sleep(_POLL_SECONDS)
+        except NixlError:  # it has ended with an error
+            pass
+        self._agent.disconnect(self._peer)
+
+
+class Readers:
+    """Opens readers into the blocks of `own`. `nixl`: the agent of this engine; None if it has none."""
+
+    def __init__(self, own: SharedCache, own_format: KvFormat, via: Via, nixl: NixlAgent | None) -> None:
+        self._own = own
+        self._format = own_format
+        self._via = via
+        self._nixl = nixl
+        self._lock = threading.Lock()
+        self._mapped: dict[str, SharedCache] = {}  # by the name of the engine
+
+    def open(self, connection: Connection) -> BlockReader:
+        """Shake hands with the other engine, and choose. Raises `TransferError` if it must be refused."""
+        welcome = connection.ask(Hello(connection.token), Welcome)
+        if isinstance(welcome, Ended):
+            raise TransferError(welcome.reason)
+        difference = self._format.difference(welcome.format)
+        if difference:
+            raise TransferError(f"the cache of the other engine is different: {difference}")
+        if self._via in ("auto", "shm"):
+            memory = self._map(welcome)
+            if memory is not None:
+                return SharedMemoryReader(self._own, memory)
+            if self._via == "shm":
+                raise TransferError(
+                    "kv_transfer_via=shm, but the memory of the other engine cannot be mapped"
+                )
+        if self._via in ("auto", "nixl"):
+            if self._nixl is not None and welcome.nixl is not None:
+                try:
+                    peer = self._nixl.connect(welcome.engine, welcome.nixl)
+                except NixlError as error:
+                    raise TransferError(str(error), "disconnected") from None
+                return NixlReader(self._nixl, peer, connection)
+            if self._via == "nixl":
+                raise TransferError("kv_transfer_via=nixl, but the other engine has no NIXL")
+        return MessageReader(self._own, connection)
+
+    def close(self) -> None:
+        """No reader may be open."""
+        self._mapped.clear()
+
+    def _map(self, welcome: Welcome) -> SharedCache | None:
+        """Return the memory of the other engine; None if this process cannot map it."""
+        memory, own = welcome.memory, self._own.shape
+        if memory.host != host_id():
+            return None
+        with self._lock:
+            if welcome.engine not in self._mapped:
+                mapped = _open_memory(memory, CacheShape(own.num_parts, memory.num_blocks, own.part_bytes))
+                if mapped is None:
+                    return None
+                while len(self._mapped) >= _MAX_MAPPED:
+                    self._mapped.pop(next(iter(self._mapped)))  # running fetches keep it mapped
+                self._mapped[welcome.engine] = mapped
+            return self._mapped[welcome.engine]
+
+
+def _open_memory(memory: Memory, shape: CacheShape) -> SharedCache | None:
+    try:
+        mapped = SharedCache.open(f"/proc/{memory.pid}/fd/{memory.fd}", shape)
+    except (OSError, ValueError):  # another container or user
+        return None
+    return mapped if os.fstat(mapped.fd).st_ino == memory.inode else None
