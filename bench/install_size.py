@@ -16,6 +16,7 @@ from smoke import parse_arguments
 
 LIMIT_MB = 300
 ROOT = Path(__file__).parent.parent
+WEB = ROOT / "neso" / "frontends" / "web"
 
 
 def main() -> int:
@@ -32,7 +33,17 @@ def main() -> int:
         installed = size_mb(venv) - before
         torch = any(venv.glob("lib/*/site-packages/torch"))
         print(f"base install: {installed:.0f} MB in {seconds:.0f} s, torch: {'yes' if torch else 'no'}")
-        return int(installed > LIMIT_MB or torch)
+        missing = [] if arguments.smoke else missing_files(venv)
+        if missing:
+            print(f"files of the web pages that are not installed: {', '.join(map(str, missing))}")
+        return int(installed > LIMIT_MB or torch or bool(missing))
+
+
+def missing_files(venv: Path) -> list[Path]:
+    """Return the files of the web pages that the wheel does not contain."""
+    (installed,) = venv.glob("lib/*/site-packages/neso/frontends")
+    names = [path.relative_to(WEB.parent) for path in WEB.rglob("*") if path.is_file()]
+    return [name for name in names if not (installed / name).is_file()]
 
 
 def size_mb(directory: Path) -> float:

@@ -74,6 +74,19 @@ setup_redis() {
     fi
 }
 
+# Chromium and playwright (together 450 MB), for the tests of the dashboard, which are skipped without them. Chromium is
+# installed only by root with apt.
+setup_chromium() {
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null; then
+        echo "neso: installing Chromium for the tests of the dashboard"
+        apt-get install -y --no-install-recommends chromium >/dev/null 2>&1 || echo "neso: Chromium cannot be installed"
+    fi
+    if command -v chromium >/dev/null && ! .venv/bin/python -c "import playwright" 2>/dev/null; then
+        .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt playwright ||
+            echo "neso: playwright cannot be installed"
+    fi
+}
+
 # Real vLLM (CPU build) for the tests of its backend, in .venv-vllm because it pins other versions.
 setup_vllm() {
     local stamp=".venv-vllm/.neso" state

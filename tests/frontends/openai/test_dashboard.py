@@ -61,6 +61,13 @@ async def test_modules_import_existing_files() -> None:
             assert name.startswith("./") and (module.parent / name).is_file(), f"{module.name}: {name}"
 
 
+async def test_modules_are_fetched_at_once() -> None:
+    """The page names all modules, so that the browser does not find them one after the other."""
+    page = (WEB / "dashboard" / "index.html").read_text()
+    scripts = set(re.findall(r'static/dashboard/(\w+\.js)"', page))
+    assert scripts == {path.name for path in (WEB / "dashboard").glob("*.js")}
+
+
 async def test_unchanged_files_are_not_sent_again(client: AsgiClient) -> None:
     first = await client.get("/static/dashboard/app.js")
     again = await get(client, "/static/dashboard/app.js", if_none_match=first.headers["etag"])

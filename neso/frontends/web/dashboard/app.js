@@ -226,4 +226,6 @@ function AccessDialog({ onClose, onSave }) {
     `;
 }
 
-render(html`<${App} />`, document.getElementById("app"));
+const root = document.getElementById("app");
+root.replaceChildren();
+render(html`<${App} />`, root);

@@ -4,6 +4,7 @@ import { formatNumber, formatPercent, formatSeconds, html, useEffect, useRef, us
 
 const uPlot = globalThis.uPlot;
 const HEIGHT = 150;
+const LEAST_SPAN = 60;
 
 const tokens = (title, name, colour) => ({
     title, colour, values: (history, span, model) => history.rate(span, model, name),
@@ -54,10 +55,7 @@ export const CHARTS = [
     },
     {
         title: "Time in queue", format: formatSeconds,
-        series: [
-            quantile("p50", "queueTime", 0.5, 1), quantile("p90", "queueTime", 0.9, 2),
-            quantile("p99", "queueTime", 0.99, 3),
-        ],
+        series: [ratio("Mean", "queueSeconds", "queueCount", 1)],
     },
     {
         title: "KV cache", unit: "in use", format: formatPercent, most: 1,
@@ -103,7 +101,8 @@ export function Chart({ chart, history, model, span }) {
     useEffect(() => {
         plot.current.setData([times, ...values]);
         const end = times.at(-1) ?? Date.now() / 1000;
-        plot.current.setScale("x", { min: end - span, max: end });
+        const start = Math.min(Math.max(end - span, times[0] ?? 0), end - LEAST_SPAN);
+        plot.current.setScale("x", { min: start, max: end });
     });
     return html`
         <figure class="chart" data-samples=${times.length}>
@@ -124,8 +123,11 @@ export function Chart({ chart, history, model, span }) {
     `;
 }
 
-function formatTime(seconds) {
-    return new Date(seconds * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+function formatTime(time, withSeconds) {
+    const seconds = withSeconds ? { second: "2-digit" } : {};
+    return new Date(time * 1000).toLocaleTimeString([], {
+        hour: "2-digit", minute: "2-digit", hourCycle: "h23", ...seconds,
+    });
 }
 
 function options(chart, width) {
@@ -146,7 +148,7 @@ function options(chart, width) {
         axes: [
             {
                 stroke: colour("--muted"), font, grid: { show: false }, ticks: { ...grid, size: 4 }, size: 26, space: 52,
-                values: (plot, splits) => splits.map(formatTime),
+                values: (plot, splits) => splits.map((time) => formatTime(time, splits[1] - splits[0] < 60)),
             },
             {
                 stroke: colour("--muted"), font, grid, ticks: { show: false }, size: 58, space: 32,

@@ -16,7 +16,8 @@ const NAMES = {
     "vllm:spec_decode_num_accepted_tokens_total": "acceptedTokens",
     "vllm:time_to_first_token_seconds_bucket": "firstToken",
     "vllm:inter_token_latency_seconds_bucket": "interToken",
-    "vllm:request_queue_time_seconds_bucket": "queueTime",
+    "vllm:request_queue_time_seconds_sum": "queueSeconds",
+    "vllm:request_queue_time_seconds_count": "queueCount",
 };
 const LABEL = /([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"/g;
 const MAX_SAMPLES = 1800;
@@ -129,10 +130,11 @@ export class MetricHistory {
         const first = this.samples.length - shown.length;
         let start = 0;
         return shown.map((sample, index) => {
-            while (this.samples[start].time < sample.time - window - 0.5) {
+            const current = first + index;
+            while (start < current - 1 && this.samples[start].time < sample.time - window - 0.5) {
                 start += 1;
             }
-            return start < first + index ? measure(this.samples[start], sample) : null;
+            return start < current ? measure(this.samples[start], sample) : null;
         });
     }
 }

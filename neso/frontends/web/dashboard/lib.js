@@ -56,7 +56,7 @@ export function formatSeconds(value) {
 export function formatPercent(value) {
     return value === null || value === undefined || Number.isNaN(value)
         ? "–"
-        : `${Number((value * 100).toPrecision(3))}%`;
+        : `${Number((value * 100).toFixed(1))}%`;
 }
 
 /** Copy text. Returns whether it worked; without HTTPS, browsers have no clipboard API. */

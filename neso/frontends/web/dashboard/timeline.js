@@ -3,6 +3,7 @@
 import { formatNumber, formatPercent, formatSeconds, html } from "./lib.js";
 
 const WIDTH = 600;
+const SAME_READ_MS = 0.5; // chunks that arrive together have no gap
 
 /** Times of a request at this page, in ms since it was sent. */
 export class RequestClock {
@@ -62,7 +63,8 @@ export function Timeline({ timing }) {
     const end = Math.max(ended ?? 0, chunks.at(-1) ?? 0, 1);
     const x = (time) => time / end * WIDTH;
     const phases = server ? phasesOf(server, chunks, end) : [];
-    const gaps = chunks.slice(1).map((time, index) => time - chunks[index]).sort((a, b) => a - b);
+    const gaps = chunks.slice(1).map((time, index) => time - chunks[index]).filter((gap) => gap >= SAME_READ_MS)
+        .sort((a, b) => a - b);
     const middle = gaps[Math.floor(gaps.length / 2)];
     return html`
         <figure class="timeline">
