@@ -83,6 +83,7 @@ def take(browser: Browser, server: ServerProcess) -> None:
     stopping.set()
     for client in clients:
         client.join()
+    page.set_viewport_size({"width": 1280, "height": 900})
     chat(page, server)
     page.screenshot(path=IMAGES / "dashboard-playground.png")
     page.set_viewport_size({"width": 390, "height": 780})

@@ -92,9 +92,12 @@ export function Timeline({ timing }) {
     `;
 }
 
-/** Phases on the page's clock. The server's times have no common zero with it: its decode begins with the first chunk. */
+/**
+ * Phases on the page's clock. The server's clock has another zero: its decode begins with the first chunk, or earlier if
+ * the chunks arrived late.
+ */
 function phasesOf(server, chunks, end) {
-    const decode = chunks[0] ?? server.queue_ms + server.prompt_ms;
+    const decode = Math.max(Math.min(chunks[0] ?? end, end - server.predicted_ms), 0);
     const prefill = Math.max(decode - server.prompt_ms, 0);
     const queue = Math.max(prefill - server.queue_ms, 0);
     return [
