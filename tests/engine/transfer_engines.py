@@ -27,6 +27,7 @@ class TransferEngine:
         self,
         *,
         model: str = "fake",
+        dtype: str = "int64",
         host: str | None = None,
         via: Via = "auto",
         **options: Any,
@@ -40,7 +41,7 @@ class TransferEngine:
         layout = KvFormat(
             model=model,
             layout="fake",
-            dtype="int64",
+            dtype=dtype,
             block_size=block_size,
             num_parts=1,
             part_bytes=8 * block_size,

@@ -135,7 +135,12 @@ def load_engine(
         kv_transfer=kv_transfer,
     )
     shares = config.transfer.kv_transfer
-    core = EngineCore(runner, config.scheduler, num_blocks, addons, host_blocks, shares_cache=shares)
+    try:
+        core = EngineCore(runner, config.scheduler, num_blocks, addons, host_blocks, shares_cache=shares)
+    except OSError as error:
+        raise EngineError(
+            f"kv_transfer: no shared memory for a cache of {num_blocks} blocks: {error}"
+        ) from None
     kv_address, kv_format = start_transfers(config, core, kv_transfer) if shares else ("", None)
     if config.record_steps is not None:
         try:

@@ -1,31 +1,39 @@
-"""Reads of blocks from a process that is killed or stopped while they are copied."""
+"""Exporting and importing processes that are killed or stopped while blocks are copied."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from eventually import wait_until
-from transfer_engines import needs_nixl
+from fake_engine import expected_tokens
+from transfer_engines import TransferEngine, needs_nixl
 
+from neso.engine.config import EngineConfig
+from neso.engine.errors import EngineError
 from neso.engine.kv_transfer import connection as connection_module
 from neso.engine.kv_transfer.config import Via
 from neso.engine.kv_transfer.exports import ExportTable
 from neso.engine.kv_transfer.fetch import Fetch, Fetcher, Prefix
 from neso.engine.kv_transfer.format import KvFormat, prefix_digest
 from neso.engine.kv_transfer.nixl import NixlAgent, NixlRead, open_nixl
-from neso.engine.kv_transfer.readers import MessageReader, NixlReader
+from neso.engine.kv_transfer.readers import MessageReader, NixlReader, SharedMemoryReader
 from neso.engine.kv_transfer.server import KvServer
+from neso.engine.load.loader import load_engine
 from neso.engine.runners.shared_cache import CacheShape, SharedCache
+from neso.models import SHIPPED_MODELS
 
 NUM_BLOCKS, PARTS, PART_BYTES = 32, 2, 1 << 16
 TOKENS = [0] * NUM_BLOCKS
+PROMPT = list(range(1, 23))
 FORMAT = KvFormat(
     model="test", layout="fake", dtype="uint8", block_size=1, num_parts=PARTS, part_bytes=PART_BYTES
 )
@@ -164,3 +172,60 @@ def test_blocks_before_the_kill_are_kept_with_messages(importer, monkeypatch):
     reading.thread.join()
     assert "did not answer in time" in reading.fetch.error
     reading.assert_content(12)
+
+
+def import_and_hang(via: Via, address: str, pipe: Connection) -> None:
+    """Import a prompt, and never come to the end of the first read."""
+
+    def hang(*blocks: object) -> bool:
+        pipe.send("reading")
+        time.sleep(600)
+        return False
+
+    reader: Any = NixlRead if via == "nixl" else SharedMemoryReader
+    setattr(reader, "has_ended" if via == "nixl" else "read", hang)
+    engine = TransferEngine(via=via)
+    engine.import_from(address, PROMPT)
+    engine.run_until_finished("import t")
+
+
+@pytest.mark.parametrize("via", ["shm", pytest.param("nixl", marks=needs_nixl)])
+def test_another_engine_imports_after_a_reading_process_was_killed(via):
+    prefill, decode = TransferEngine(via=via), TransferEngine(via=via)
+    prefill.complete_export(PROMPT)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=import_and_hang, args=(via, prefill.address, theirs), daemon=True)
+    process.start()
+    assert ours.recv() == "reading"
+    process.kill()
+    process.join()
+    prefill.step()
+    assert prefill.stats.leases == 1
+    decode.import_from(prefill, PROMPT)
+    outputs = decode.run_until_finished("import t")
+    assert (outputs[0].imported_tokens, outputs[0].import_error) == (20, "")
+    assert decode.tokens("import t") == expected_tokens(PROMPT, 8)
+    prefill.wait_until_empty()
+    for engine in (prefill, decode):
+        engine.core.close()
+
+
+def load_with_little_memory(pipe: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    options = {"kv_transfer": True, "num_blocks": 4096, "num_threads": 1}
+    try:
+        load_engine(EngineConfig.from_options(str(SHIPPED_MODELS["neso-pilot"]), options))
+    except EngineError as error:
+        pipe.send(str(error))
+    else:
+        pipe.send("loaded")
+
+
+def test_a_cache_that_does_not_fit_in_shared_memory_is_an_error_when_the_engine_starts():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=load_with_little_memory, args=(theirs,), daemon=True)
+    process.start()
+    assert "kv_transfer: no shared memory for a cache of 4096 blocks" in ours.recv()
+    process.join()

@@ -425,7 +425,11 @@ def test_wrong_addresses(engine, address, error, reason):
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"model": "another"}, "different models"), ({"block_size": 8}, "block_size is 4 here and 8 there")],
+    [
+        ({"model": "another"}, "different models"),
+        ({"block_size": 8}, "block_size is 4 here and 8 there"),
+        ({"dtype": "float32"}, "dtype is int64 here and float32 there"),
+    ],
 )
 def test_different_caches_are_refused(engine, options, reason):
     prefill, decode = engine(**options), engine()
