@@ -11,7 +11,7 @@ for. All results are simulated; the ratios compare policies under the same arriv
 - roles: a load whose prompts and outputs shift; goodput, the part of requests with TTFT and ITL within the targets, of
   changing roles and of every static split.
 
-usage: python bench/cluster_simulation.py [router|roles|all] [--workers 8] [--requests 2000]
+usage: python bench/cluster_simulation.py [router|roles|all] [--workers 8] [--requests 2000] [--seconds 180]
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from neso.cluster.messages import (
 from neso.cluster.router import Choice, Router
 from neso.cluster.work_queue import Job, WorkerState
 from neso.engine.client.prefix_estimate import PrefixKeys
-from neso.engine.cluster_config import MIXED, ClusterConfig, Roles
+from neso.engine.cluster_config import DECODE, MIXED, PREFILL, ClusterConfig, Roles
 from neso.engine.config import EngineConfig
 from neso.engine.core.prefix_keys import BlockJournal
 from neso.engine.core.request import EngineRequest, SequenceOutput
@@ -505,6 +505,48 @@ def compare_routers(num_workers: int, num_requests: int) -> None:
         print(f"half of the workers at half speed, {name:12} mean TTFT {1000 * result.ttft:8.1f} ms")
 
 
+# -- roles ------------------------------------------------------------------------------------------------------
+
+TTFT_TARGET, ITL_TARGET = 1.0, 0.015
+
+
+def shifting_load(seconds: float, scale: float, rng: random.Random) -> list[Arrival]:
+    """Phases of long prompts with short outputs, short prompts with long outputs, and long prompts again."""
+    time, arrivals = 0.0, []
+    phases = ((7.0, 4000, 40), (12.0, 400, 700), (7.0, 4000, 40))
+    while time < seconds:
+        rate, prompt, outputs = phases[min(2, int(3 * time / seconds))]
+        time += rng.expovariate(rate * scale)
+        length = int(prompt * rng.uniform(0.5, 1.5))
+        tokens = [rng.randrange(100_000) for _ in range(length)]
+        arrivals.append(Arrival(time, tokens, int(outputs * rng.uniform(0.5, 1.5))))
+    return arrivals
+
+
+def compare_roles(num_workers: int, seconds: float) -> None:
+    arrivals = shifting_load(seconds, num_workers / 4, random.Random(2))
+    targets = ClusterConfig(workers=1, ttft_target=TTFT_TARGET, itl_target=ITL_TARGET, role_period=2.0)
+    static = ClusterConfig(workers=1)
+    print(f"{num_workers} workers, {len(arrivals)} requests in {seconds:.0f} s (simulated)")
+    print(f"goodput: requests with TTFT <= {TTFT_TARGET:g} s and ITL <= {1000 * ITL_TARGET:g} ms")
+    best = 0.0
+    for prefill in range(num_workers):
+        decode = num_workers - prefill
+        roles = [PREFILL] * prefill + [DECODE] * decode if prefill else [MIXED] * num_workers
+        result = simulate(arrivals, roles, num_blocks=20_000, config=static)
+        goodput = result.goodput(TTFT_TARGET, ITL_TARGET)
+        best = max(best, goodput)
+        name = f"{prefill} prefill, {decode} decode" if prefill else "all mixed (chunked prefill)"
+        print(f"static: {name:28} {goodput:6.1%}   mean TTFT {1000 * result.ttft:8.0f} ms")
+    half = num_workers // 2
+    roles = [PREFILL] * half + [DECODE] * (num_workers - half)
+    result = simulate(arrivals, roles, num_blocks=20_000, config=targets)
+    goodput = result.goodput(TTFT_TARGET, ITL_TARGET)
+    print(f"changing roles, {result.role_changes} changes{'':12} {goodput:6.1%}   ", end="")
+    print(f"mean TTFT {1000 * result.ttft:8.0f} ms")
+    print(f"changing roles / best static split: {goodput / max(best, 1e-9):.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -512,9 +554,13 @@ def main() -> None:
     parser.add_argument("what", nargs="?", default="all", choices=("router", "roles", "all"))
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--requests", type=int, default=2000)
-    options = parse_arguments(parser, workers=3, requests=60)
+    parser.add_argument("--role-workers", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=180.0, help="simulated time of the shifting load")
+    options = parse_arguments(parser, workers=3, requests=60, role_workers=3, seconds=12.0)
     if options.what in ("router", "all"):
         compare_routers(options.workers, options.requests)
+    if options.what in ("roles", "all"):
+        compare_roles(options.role_workers, options.seconds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Roles that change: moves workers between prefill and decode, by the latencies that clients see.
+"""Roles that change: moves workers between prefill, decode and both, by the latencies that the load will have.
 
 A role is only which requests a worker gets next. Weights and cache stay, and requests that run are finished.
 """
@@ -7,26 +7,42 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from neso.cluster.connections import WorkerConnections
 from neso.cluster.work_queue import WorkerState, WorkQueue
-from neso.engine.cluster_config import DECODE, PREFILL, ClusterConfig, Roles
+from neso.engine.cluster_config import DECODE, MIXED, PREFILL, ClusterConfig, Roles
 
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2
-"""Number of consecutive periods in which one side must be too slow, and the other one must have reserves."""
-RESERVE = 0.7
-"""A side has reserves if its latency is below this part of its target."""
+"""Number of consecutive periods in which the same change must be wanted."""
+GAIN = 0.1
+"""A change must reduce the predicted pressure by this part."""
+RESERVE = 0.8
+"""Below this part of the targets, nothing changes."""
+_NEWER = 0.7
+"""Weight of the last period in the measured demand."""
+_OVERLOAD_SECONDS = 30.0
+"""Time during which an overloaded side is expected to stay so: its queue grows as long."""
+
+
+class Split(NamedTuple):
+    """Number of workers by role."""
+
+    prefill: int
+    mixed: int
+    decode: int
 
 
 class Pressure(NamedTuple):
     """Latencies in parts of their targets: above 1 is too slow."""
 
-    prefill: float
-    decode: float
+    ttft: float
+    itl: float
 
 
 class RoleChange(NamedTuple):
@@ -34,68 +50,153 @@ class RoleChange(NamedTuple):
     roles: Roles
 
 
-def pressure(
-    workers: Sequence[WorkerState], waiting_tokens: int, ttft_target: float, itl_target: float
-) -> Pressure:
-    """Return the pressure on both sides.
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What clients ask for, and how fast workers are: all that the latencies of a split are predicted from.
 
-    Prefill: the time in which the prefill workers can compute the prompts that wait and those that they have. Decode:
-    the mean time between two tokens, of the workers that generate. `waiting_tokens`: prompt tokens in the queue.
+    - prompt_tokens: to compute per second, without cached ones; output_tokens: to generate per second
+    - prompt_length: mean number of tokens to compute of a prompt; backlog: prompt tokens that wait for a worker
+    - seconds_per_token: of a prefill; step, per_sequence: seconds between two tokens = step + per_sequence * sequences
     """
-    prefill = [worker for worker in workers if "prefill" in worker.roles]
-    tokens = waiting_tokens + sum(worker.num_prefill_tokens for worker in prefill)
-    speed = sum(1 / worker.seconds_per_token for worker in prefill if worker.seconds_per_token)
-    generating = [worker.itl for worker in workers if "decode" in worker.roles and worker.jobs]
-    itl = sum(generating) / len(generating) if generating else 0.0
-    return Pressure(tokens / speed / ttft_target if speed else 0.0, itl / itl_target)
+
+    prompt_tokens: float
+    output_tokens: float
+    prompt_length: float
+    backlog: float
+    seconds_per_token: float
+    step: float
+    per_sequence: float
+
+    def pressure(self, split: Split, config: ClusterConfig) -> Pressure:
+        """Predict the latencies of a split.
+
+        A side whose load exceeds its workers is slower the more it is overloaded, so that splits can be compared. A
+        worker of both roles counts half for each, except if all are: they then decode while they compute prompts.
+        """
+        busy = self.prompt_tokens * self.seconds_per_token  # number of workers that prefill all the time
+        prompt = self.prompt_length * self.seconds_per_token
+        all_mixed = not split.prefill and not split.decode
+        prefill = split.mixed if all_mixed else split.prefill + split.mixed / 2
+        decode = split.mixed if all_mixed else split.decode + split.mixed / 2
+        load = busy / prefill
+        if all_mixed:
+            prompt += self.step  # the steps have tokens of other requests too
+            load = min(load, 0.95) if load < 1 else load
+        wait = (
+            prompt * load / 2 / (1 - load) if load < 0.95 else 10 * prompt + (load - 0.95) * _OVERLOAD_SECONDS
+        )
+        ttft = prompt + wait + self.backlog * self.seconds_per_token / prefill
+        sequences = self.output_tokens * self.per_sequence / decode
+        itl = self.step / (1 - sequences) if sequences < 0.95 else self.step * (20 + 100 * (sequences - 0.95))
+        if all_mixed:
+            itl /= max(0.05, 1 - load)  # the steps that compute prompts take longer
+        assert config.ttft_target is not None and config.itl_target is not None
+        return Pressure(ttft / config.ttft_target, itl / config.itl_target)
+
+
+class DemandMeter:
+    """Measures the demand once per period; earlier periods count less and less."""
+
+    def __init__(self, queue: WorkQueue) -> None:
+        self._queue = queue
+        self._before = replace(queue.totals)
+        self._prompt_tokens = self._output_tokens = self._outputs = self._prompts = 0.0
+
+    def measure(self, workers: Sequence[WorkerState], seconds: float) -> Demand:
+        """Return the demand. `seconds`: since the last call."""
+        totals = self._queue.totals
+        new, self._before = totals.since(self._before), replace(totals)
+        computed = new.computed_tokens / new.granted_tokens if new.granted_tokens else 1.0
+        self._prompt_tokens += _NEWER * (new.arrived_tokens * computed / seconds - self._prompt_tokens)
+        self._prompts += _NEWER * (new.arrived / seconds - self._prompts)
+        if new.finished:
+            length = new.output_tokens / new.finished
+            self._outputs += (_NEWER if self._outputs else 1) * (length - self._outputs)
+        waiting = self._queue.waiting_tokens + sum(worker.num_prefill_tokens for worker in workers)
+        prefills = [worker.seconds_per_token for worker in workers if worker.seconds_per_token]
+        decodes = [worker.decode_speed for worker in workers if worker.decode_speed.seconds_for(1)]
+        count = max(1, len(decodes))
+        slope = sum(one.slope for one in decodes) / count
+        step = sum(max(0.0, one.seconds / one.weight - one.slope * one.mean_size) for one in decodes) / count
+        return Demand(
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._prompts * self._outputs,
+            prompt_length=self._prompt_tokens / self._prompts if self._prompts else 0.0,
+            backlog=max(0.0, waiting - self._prompt_tokens * seconds),
+            seconds_per_token=sum(prefills) / len(prefills) if prefills else 0.0,
+            step=step,
+            per_sequence=slope,
+        )
 
 
 class RoleController:
-    """Changes the role of at most one worker per call of `decide`; each role keeps at least one worker."""
+    """Changes the role of at most one worker per call of `decide`."""
 
-    def __init__(self) -> None:
-        self._wanted: Roles | None = None
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._wanted: tuple[Roles, Roles] | None = None  # a change from the first to the second
         self._periods = 0
 
-    def decide(self, workers: Sequence[WorkerState], now: Pressure) -> RoleChange | None:
-        """Return the change of a role, if there is one; called once per period."""
-        wanted: Roles | None = None
-        if now.prefill > 1 and now.decode < RESERVE:
-            wanted = PREFILL
-        elif now.decode > 1 and now.prefill < RESERVE:
-            wanted = DECODE
+    def decide(self, workers: Sequence[WorkerState], demand: Demand) -> RoleChange | None:
+        """Return the next change towards the best split, if there is one; called once per period."""
+        movable = [worker for worker in workers if worker.info.kv_address]
+        counts = Counter(worker.roles for worker in movable)
+        now = Split(counts[PREFILL], counts[MIXED], counts[DECODE])
+        best = self._best(now, demand) if len(movable) > 1 and demand.seconds_per_token else None
+        if best is None:
+            self._wanted = None
+            return None
+        change = zip((PREFILL, MIXED, DECODE), now, best, strict=True)
+        surplus = {roles: has - wanted for roles, has, wanted in change}
+        wanted = (
+            max(surplus, key=lambda roles: surplus[roles]),
+            min(surplus, key=lambda roles: surplus[roles]),
+        )
         self._periods = self._periods + 1 if wanted == self._wanted else 1
         self._wanted = wanted
-        if wanted is None or self._periods < PATIENCE:
+        if self._periods < PATIENCE:
             return None
-        other = DECODE if wanted == PREFILL else PREFILL
-        givers = [worker for worker in workers if worker.roles == other and worker.info.kv_address]
-        if len(givers) < 2:
-            return None
-        self._periods = 0
-        return RoleChange(min(givers, key=lambda worker: worker.num_sequences), wanted)
+        givers = [worker for worker in movable if worker.roles == wanted[0]]
+        return RoleChange(min(givers, key=lambda worker: worker.num_sequences), wanted[1])
+
+    def _best(self, now: Split, demand: Demand) -> Split | None:
+        """Return the split with the least pressure; None if it gains too little.
+
+        Workers of both roles are the choice only if no other split meets both targets.
+        """
+
+        def worst(split: Split) -> float:
+            return max(demand.pressure(split, self._config))
+
+        count = sum(now)
+        best = min((Split(number, 0, count - number) for number in range(1, count)), key=worst)
+        mixed = Split(0, count, 0)
+        if worst(best) > 1 and worst(mixed) < (1 - GAIN) * worst(best):
+            best = mixed
+        present = worst(now)
+        return best if present > RESERVE and worst(best) < (1 - GAIN) * present else None
 
 
 async def control_roles(
     config: ClusterConfig, connections: WorkerConnections, queue: WorkQueue, changed: Callable[[], None]
 ) -> None:
-    """Change the role of a worker when prefill or decode is too slow; does nothing without targets.
+    """Change the role of a worker when prefill or decode will be too slow; does nothing without targets.
 
     `changed()` is called after each change.
     """
     if config.ttft_target is None or config.itl_target is None:
         return
-    controller = RoleController()
+    controller, meter = RoleController(config), DemandMeter(queue)
     while True:
         await asyncio.sleep(config.role_period)
         workers = connections.workers
-        now = pressure(workers, queue.waiting_tokens, config.ttft_target, config.itl_target)
-        change = controller.decide(workers, now)
+        demand = meter.measure(workers, config.role_period)
+        change = controller.decide(workers, demand)
         if change is not None:
             logger.info(
-                "worker '%s' changes from %s to %s: prefill is at %.0f %% of its target, decode at %.0f %%",
+                "worker '%s' changes from %s to %s: %.0f prompt and %.0f output tokens per second, %.0f wait",
                 *(change.worker.name, "+".join(change.worker.roles), "+".join(change.roles)),
-                *(100 * now.prefill, 100 * now.decode),
+                *(demand.prompt_tokens, demand.output_tokens, demand.backlog),
             )
             change.worker.roles = change.roles
             changed()

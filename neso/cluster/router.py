@@ -90,9 +90,9 @@ class Router:
         if job.export is not None:
             return worker.has_room(job, remote=True)
         prefillers = self.prefillers(job, worker, workers)
-        if not prefillers:
-            return worker.has_room(job)
-        return worker.has_room(job, remote=True) and any(one.has_room(job) for one in prefillers)
+        if any(one.has_room(job) for one in prefillers):
+            return worker.has_room(job, remote=True)
+        return (not prefillers or "prefill" in worker.roles) and worker.has_room(job)
 
     def _prefiller(self, job: Job, worker: WorkerState, workers: Sequence[WorkerState]) -> WorkerState | None:
         if job.export is not None:
@@ -108,7 +108,7 @@ def measure_slowness(workers: Sequence[WorkerState], now: float) -> None:
     as fast: it would never be measured again if it got no requests.
     """
     measured = [worker for worker in workers if now - worker.measured_at < _MAX_AGE]
-    length = sum(worker.speed.mean_tokens for worker in measured) / max(1, len(measured))
+    length = sum(worker.speed.mean_size for worker in measured) / max(1, len(measured))
     times = [worker.speed.seconds_for(length) for worker in measured]
     fastest = min((seconds for seconds in times if seconds), default=0.0)
     for worker in workers:

@@ -1,57 +1,56 @@
-"""Measured speed of a worker's prefills: seconds = fixed + per token, fitted to what was observed."""
+"""Measured speed of a worker: seconds = fixed + slope * size, fitted to what was observed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_DECAY = 0.95
-"""Weight of earlier observations after a new one."""
 _MIN_WEIGHT = 5
 """Number of observations, the last ones counted most, before the speeds of workers are compared."""
 
 
 @dataclass(slots=True)
-class PrefillSpeed:
-    """Least-squares line through (tokens, seconds); older observations count less and less.
+class StepTime:
+    """Least-squares line through (size, seconds). `decay`: weight of earlier observations after a new one.
 
     A line, because a prompt of few tokens takes as long as a step of the engine: dividing its time by its tokens would
-    make a worker with short prompts look slow.
+    make a worker with short prompts look slow. The size is the number of prompt tokens, or of decoding sequences.
     """
 
+    decay: float = 0.95
     weight: float = 0.0
-    tokens: float = 0.0
+    size: float = 0.0
     seconds: float = 0.0
-    tokens_squared: float = 0.0
+    size_squared: float = 0.0
     product: float = 0.0
 
-    def observe(self, seconds: float, tokens: int) -> None:
-        """Record that `tokens` prompt tokens, with those that were in front, have taken `seconds`."""
-        self.weight = _DECAY * self.weight + 1
-        self.tokens = _DECAY * self.tokens + tokens
-        self.seconds = _DECAY * self.seconds + seconds
-        self.tokens_squared = _DECAY * self.tokens_squared + tokens * tokens
-        self.product = _DECAY * self.product + tokens * seconds
+    def observe(self, seconds: float, size: float) -> None:
+        """Record a measurement."""
+        self.weight = self.decay * self.weight + 1
+        self.size = self.decay * self.size + size
+        self.seconds = self.decay * self.seconds + seconds
+        self.size_squared = self.decay * self.size_squared + size * size
+        self.product = self.decay * self.product + size * seconds
 
     @property
-    def mean_tokens(self) -> float:
-        """Mean number of tokens of the observations."""
-        return self.tokens / self.weight if self.weight else 0.0
+    def mean_size(self) -> float:
+        """Mean size of the observations."""
+        return self.size / self.weight if self.weight else 0.0
 
-    def seconds_for(self, tokens: float) -> float:
-        """Return the time of a prompt of this length by the line; 0 with too few observations."""
+    def seconds_for(self, size: float) -> float:
+        """Return the time for this size by the line; 0 with too few observations."""
         if self.weight < _MIN_WEIGHT:
             return 0.0
         mean = self.seconds / self.weight
-        return max(mean / 4, mean + self.seconds_per_token * (tokens - self.mean_tokens))
+        return max(mean / 4, mean + self.slope * (size - self.mean_size))
 
     @property
-    def seconds_per_token(self) -> float:
-        """Slope of the line; the mean time of a token if all prompts had similar lengths; 0: nothing was observed."""
-        if not self.tokens:
+    def slope(self) -> float:
+        """Seconds per unit of size: the mean seconds by the mean size if all sizes were similar, 0 if none is known."""
+        if not self.size:
             return 0.0
-        spread = self.weight * self.tokens_squared - self.tokens * self.tokens
-        if spread > 0.05 * self.tokens * self.tokens:
-            slope = (self.weight * self.product - self.tokens * self.seconds) / spread
+        spread = self.weight * self.size_squared - self.size * self.size
+        if spread > 0.05 * self.size * self.size:
+            slope = (self.weight * self.product - self.size * self.seconds) / spread
             if slope > 0:
                 return slope
-        return self.seconds / self.tokens
+        return self.seconds / self.size

@@ -15,7 +15,7 @@ from itertools import islice
 import msgspec
 
 from neso.cluster.messages import Cost, Credits, Frame
-from neso.cluster.speed import PrefillSpeed
+from neso.cluster.speed import StepTime
 from neso.cluster.worker_prefixes import WorkerPrefixes
 from neso.engine.client.engine_load import UNCACHED_COST, Load, RoutedRequest
 from neso.engine.client.prefix_estimate import PrefixEstimate, PrefixKeys
@@ -190,7 +190,9 @@ class WorkerState(Load):
         self.loras: dict[str, str | None] = {}
         self.itl = 0.0
         """Measured seconds between two tokens of a sequence."""
-        self.speed, self.measured_at = PrefillSpeed(), 0.0
+        self.speed, self.measured_at = StepTime(), 0.0
+        self.decode_speed = StepTime(decay=0.999)
+        """Time between two tokens by the number of sequences."""
         self.slowness = 1.0
         """Time of a prompt compared with the fastest worker, see `measure_slowness`."""
         self._num_grants = 0
@@ -228,6 +230,7 @@ class WorkerState(Load):
     def observe_tokens(self, seconds: float, tokens: int) -> None:
         """Record the time of tokens after the first one."""
         self.itl = 0.9 * self.itl + 0.1 * seconds / tokens if self.itl else seconds / tokens
+        self.decode_speed.observe(seconds / tokens, self.num_sequences)
 
     def observe_prefill(self, seconds: float, tokens: int, now: float = 0.0) -> None:
         """Record the time from a grant to its first output.
@@ -240,7 +243,7 @@ class WorkerState(Load):
     @property
     def seconds_per_token(self) -> float:
         """Measured time to prefill a token; 0: not known."""
-        return self.speed.seconds_per_token
+        return self.speed.slope
 
     def cost(self, request: RoutedRequest) -> float:
         return self.slowness * super().cost(request)
@@ -258,6 +261,27 @@ class WorkerState(Load):
             seconds *= transfers.import_seconds / max(1, transfers.imported_bytes)
             missing = min(missing, round(seconds / self.seconds_per_token))
         return self.slowness * (cost + UNCACHED_COST * missing)
+
+
+@dataclass(slots=True)
+class QueueTotals:
+    """Sums since the start.
+
+    - arrived, arrived_tokens: requests that were put, and their prompt tokens
+    - granted_tokens, computed_tokens: prompt tokens of granted requests, and those outside the worker's prefix cache
+    - finished, output_tokens: requests that have ended, and the tokens that were generated for them
+    """
+
+    arrived: int = 0
+    arrived_tokens: int = 0
+    granted_tokens: int = 0
+    computed_tokens: int = 0
+    finished: int = 0
+    output_tokens: int = 0
+
+    def since(self, earlier: QueueTotals) -> QueueTotals:
+        """Return the differences."""
+        return QueueTotals(*(getattr(self, name) - getattr(earlier, name) for name in self.__slots__))
 
 
 class WorkQueue:
@@ -278,6 +302,7 @@ class WorkQueue:
         self._num_put = 0
         self._clock = clock
         self.max_attempts = max_attempts
+        self.totals = QueueTotals()
         self.jobs: dict[str, Job] = {}
 
     @property
@@ -299,6 +324,8 @@ class WorkQueue:
         rank = self._waiting.rank(request.priority, request.queue_delay)
         job.entry = QueuedSequence(id=self._num_put, request=request, arrival=self._num_put, rank=rank)
         self.jobs[job.id] = job
+        self.totals.arrived += 1
+        self.totals.arrived_tokens += job.num_prompt_tokens
         self._wait(job)
         return job
 
@@ -323,6 +350,9 @@ class WorkQueue:
         worker.reserve(cost)
         job.worker, job.granted, job.last_output = worker, self._clock(), None
         job.num_uncached = worker.add(job)
+        if job.export is None:
+            self.totals.granted_tokens += job.num_prompt_tokens
+            self.totals.computed_tokens += job.num_uncached
         job.num_ahead = worker.num_prefill_tokens
         if job.export is not None:
             worker.num_prefill_tokens -= job.num_uncached
@@ -336,6 +366,8 @@ class WorkQueue:
         cost = job.cost(worker)
         worker.reserve(cost)
         transfer_id, num_uncached = f"{job.id}:{job.attempt}", worker.add(job)
+        self.totals.granted_tokens += job.num_prompt_tokens
+        self.totals.computed_tokens += num_uncached
         job.export = Export(
             worker, transfer_id, job.attempt, num_uncached, worker.num_prefill_tokens, self._clock()
         )
@@ -381,6 +413,9 @@ class WorkQueue:
         """Remove a request that has ended, was cancelled, or has failed."""
         if self.jobs.pop(job.id, None) is None:
             return
+        if not job.delivered.open:
+            self.totals.finished += 1
+            self.totals.output_tokens += sum(len(tokens) for tokens in job.delivered.tokens)
         self._take_back(job)
         if job.entry is not None and job.entry.id in self._by_entry:
             self._waiting.remove(job.entry)

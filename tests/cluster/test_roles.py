@@ -1,62 +1,136 @@
-"""`RoleController`: when a worker gets another role."""
+"""`RoleController` and `DemandMeter`: when a worker gets another role."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
-from fake_worker import INFO
+import pytest
+from fake_worker import BLOCK, INFO
 
-from neso.cluster.roles import Pressure, RoleController, pressure
+from neso.cluster.messages import Frame
+from neso.cluster.roles import Demand, DemandMeter, RoleController, Split
 from neso.cluster.work_queue import WorkerState, WorkQueue
-from neso.engine.cluster_config import DECODE, PREFILL, Roles
-from neso.engine.core.request import EngineRequest
+from neso.engine.client.prefix_estimate import PrefixKeys
+from neso.engine.cluster_config import DECODE, MIXED, PREFILL, ClusterConfig, Roles
+from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.generation import SamplingParams
+from neso.generation.output import FinishReason
 
-SLOW_PREFILL, SLOW_DECODE, BOTH = Pressure(2.0, 0.1), Pressure(0.1, 2.0), Pressure(2.0, 2.0)
-
-
-def worker(roles: Roles) -> WorkerState:
-    return WorkerState("w", msgspec.structs.replace(INFO, kv_address="ipc://kv"), roles)
-
-
-def test_slow_prefills_move_the_least_busy_decode_worker():
-    controller = RoleController()
-    workers = [worker(PREFILL), worker(DECODE), worker(DECODE)]
-    workers[1].num_sequences = 3
-    assert controller.decide(workers, SLOW_PREFILL) is None  # wait for a second period
-    assert controller.decide(workers, SLOW_PREFILL) == (workers[2], PREFILL)
-    workers[2].roles = PREFILL
-    # The last decode worker stays one.
-    assert [controller.decide(workers, SLOW_PREFILL) for _ in range(3)] == [None] * 3
+TARGETS = ClusterConfig(workers=1, ttft_target=1.0, itl_target=0.015)
+QUIET = Demand(
+    prompt_tokens=100.0,
+    output_tokens=100.0,
+    prompt_length=100.0,
+    backlog=0.0,
+    seconds_per_token=0.0001,
+    step=0.008,
+    per_sequence=0.0001,
+)
+PROMPTS = replace(QUIET, prompt_tokens=21_000.0, prompt_length=4000.0)  # keeps two workers busy
+OUTPUTS = replace(QUIET, output_tokens=9000.0)  # one decode worker is too slow
+BOTH = replace(PROMPTS, output_tokens=30_000.0)
 
 
-def test_slow_decodes_move_a_prefill_worker():
-    controller = RoleController()
-    workers = [worker(PREFILL), worker(PREFILL), worker(DECODE)]
-    assert controller.decide(workers, SLOW_DECODE) is None
-    assert controller.decide(workers, SLOW_DECODE) == (workers[0], DECODE)
+def worker(roles: Roles, *, movable: bool = True) -> WorkerState:
+    info = msgspec.structs.replace(INFO, kv_address="ipc://kv") if movable else INFO
+    return WorkerState("w", info, roles)
 
 
-def test_nothing_changes_if_both_sides_are_slow_or_the_load_alternates():
-    controller = RoleController()
-    workers = [worker(PREFILL), worker(PREFILL), worker(DECODE), worker(DECODE)]
-    for now in (BOTH, BOTH, BOTH, SLOW_PREFILL, SLOW_DECODE, SLOW_PREFILL, Pressure(0.9, 0.9), SLOW_DECODE):
-        assert controller.decide(workers, now) is None
+def workers(prefill: int, decode: int) -> list[WorkerState]:
+    return [*(worker(PREFILL) for _ in range(prefill)), *(worker(DECODE) for _ in range(decode))]
 
 
-def test_a_period_passes_after_a_change():
-    controller = RoleController()
-    workers = [worker(PREFILL), worker(DECODE), worker(DECODE), worker(DECODE)]
-    assert [controller.decide(workers, SLOW_PREFILL) is None for _ in range(4)] == [True, False, True, False]
+def test_prompts_move_the_least_busy_decode_worker_after_two_periods():
+    controller, present = RoleController(TARGETS), workers(1, 3)
+    present[1].num_sequences = present[2].num_sequences = 3
+    assert controller.decide(present, PROMPTS) is None
+    assert controller.decide(present, PROMPTS) == (present[3], PREFILL)
 
 
-def test_pressure_is_queue_time_and_time_between_tokens():
-    workers = [worker(PREFILL), worker(DECODE)]
-    assert pressure(workers, 1000, 1.0, 0.1) == (0.0, 0.0)  # nothing was measured
-    workers[0].observe_prefill(0.1, 100)
-    workers[0].num_prefill_tokens = 500
-    workers[1].itl = 0.05
-    assert pressure(workers, 1000, 0.5, 0.1) == (3.0, 0.0)  # nothing generates
-    queue = WorkQueue()
-    request = EngineRequest(request_id="a", prompt_token_ids=[1], sampling=SamplingParams(), max_tokens=1)
-    queue.grant(queue.put(request), workers[1])
-    assert pressure(workers, 1000, 0.5, 0.1).decode == 0.5
+def test_outputs_move_a_prefill_worker():
+    controller, present = RoleController(TARGETS), workers(3, 1)
+    assert controller.decide(present, OUTPUTS) is None
+    assert controller.decide(present, OUTPUTS) == (present[0], DECODE)
+
+
+def test_controller_arrives_at_the_best_split_and_stays():
+    controller, present = RoleController(TARGETS), workers(1, 3)
+    for _ in range(20):
+        change = controller.decide(present, PROMPTS)
+        if change is not None:
+            change.worker.roles = change.roles
+    assert [one.roles for one in present].count(PREFILL) == 3
+    assert controller.decide(present, PROMPTS) is controller.decide(present, PROMPTS) is None
+
+
+@pytest.mark.parametrize("demand", [QUIET, replace(PROMPTS, seconds_per_token=0.0)])
+def test_nothing_changes_within_the_targets_or_before_a_measurement(demand: Demand):
+    controller, present = RoleController(TARGETS), workers(1, 3)
+    assert [controller.decide(present, demand) for _ in range(4)] == [None] * 4
+
+
+def test_nothing_changes_if_the_load_alternates_or_gains_little():
+    controller, present = RoleController(TARGETS), workers(2, 2)
+    assert [controller.decide(present, one) for one in (OUTPUTS, QUIET) * 3] == [None] * 6
+    # Two splits that are about as good: no change back and forth.
+    even = replace(QUIET, prompt_tokens=11_000.0, prompt_length=4000.0, output_tokens=9000.0)
+    changes = [controller.decide(present, even) for _ in range(6)]
+    assert changes == [None] * 6
+
+
+def test_workers_do_both_if_no_split_meets_both_targets():
+    """Two workers: one cannot prefill all prompts, and one cannot decode all outputs; both together can."""
+    targets = ClusterConfig(workers=1, ttft_target=2.0, itl_target=0.03)
+    demand = replace(QUIET, prompt_tokens=12_000.0, prompt_length=2000.0, output_tokens=1000.0)
+    assert max(demand.pressure(Split(1, 0, 1), targets)) > 1
+    assert max(demand.pressure(Split(0, 2, 0), targets)) < 1
+    controller, present = RoleController(targets), workers(1, 1)
+    for _ in range(8):
+        change = controller.decide(present, demand)
+        if change is not None:
+            change.worker.roles = change.roles
+    assert [one.roles for one in present] == [MIXED, MIXED]
+
+
+def test_workers_that_transfer_nothing_keep_their_role():
+    controller = RoleController(TARGETS)
+    present = [worker(MIXED, movable=False), worker(MIXED, movable=False)]
+    assert [controller.decide(present, BOTH) for _ in range(3)] == [None] * 3
+
+
+@pytest.mark.parametrize("demand", [PROMPTS, OUTPUTS, BOTH])
+def test_more_workers_of_a_role_make_its_side_faster(demand: Demand):
+    pressures = [demand.pressure(Split(prefill, 0, 4), TARGETS).ttft for prefill in (1, 2, 3, 4)]
+    assert pressures == sorted(pressures, reverse=True)
+    pressures = [demand.pressure(Split(4, 0, decode), TARGETS).itl for decode in (1, 2, 3, 4)]
+    assert pressures == sorted(pressures, reverse=True)
+
+
+def test_demand_is_measured_from_the_queue_and_the_workers():
+    now = 0.0
+    queue = WorkQueue(clock=lambda: now)
+    meter, one = DemandMeter(queue), worker(MIXED)
+    for number in range(4):
+        request = EngineRequest(
+            request_id=str(number), prompt_token_ids=[1] * 2 * BLOCK, sampling=SamplingParams(), max_tokens=9
+        )
+        job = queue.put(request, PrefixKeys(request, BLOCK))
+        queue.grant(job, one)
+        for token in range(3):
+            now += 0.5
+            queue.observe(job, 1)
+            reason = FinishReason.LENGTH if token == 2 else None
+            output = SequenceOutput(request_id=job.id, index=0, token_ids=[7], finish_reason=reason)
+            job.delivered.take(Frame(1, token, output))
+        queue.ack(job)
+    for _ in range(20):
+        demand = meter.measure([one], 2.0)
+        queue.totals.arrived += 4
+        queue.totals.arrived_tokens += 4 * 2 * BLOCK
+    # The first prompt is computed whole, the last token of the others; later periods have no grants.
+    assert demand.prompt_tokens == pytest.approx(4 * 2 * BLOCK / 2, rel=0.01)
+    assert demand.prompt_length == pytest.approx(2 * BLOCK, rel=0.01)
+    assert demand.output_tokens == pytest.approx(4 / 2 * 3, rel=0.01)
+    assert demand.seconds_per_token > 0
+    assert demand.step + demand.per_sequence == pytest.approx(0.5)

@@ -7,7 +7,7 @@ import pytest
 
 from neso.cluster.messages import Credits
 from neso.cluster.router import MAX_DELAY, Choice, Router, measure_slowness
-from neso.cluster.speed import PrefillSpeed
+from neso.cluster.speed import StepTime
 from neso.cluster.work_queue import Job, WorkerState
 from neso.engine.client.prefix_estimate import PrefixKeys
 from neso.engine.cluster_config import DECODE, PREFILL
@@ -74,7 +74,7 @@ def test_request_does_not_wait_longer_than_it_saves():
     other, holder = worker("other"), holding(worker("holder", FULL), request)
     choice = Router().choose([request], [other, holder], 0.0)
     assert choice.wake is not None and 0 < choice.wake < MAX_DELAY
-    other.speed = PrefillSpeed()  # nothing is known
+    other.speed = StepTime()  # nothing is known
     assert Router().choose([request], [other, holder], 0.0).worker is other
 
 
@@ -109,7 +109,7 @@ def test_workers_with_equal_costs_take_turns():
 
 def test_slow_worker_gets_less():
     slow, fast = worker("slow"), worker("fast")
-    slow.speed = PrefillSpeed()
+    slow.speed = StepTime()
     for _ in range(10):
         slow.observe_prefill(0.4, 100)
         fast.observe_prefill(0.1, 100)
@@ -145,7 +145,7 @@ def test_transfer_takes_the_place_of_the_prompt():
 
 def test_speed_is_a_line_so_short_prompts_do_not_make_a_worker_slow():
     short, long = worker("short"), worker("long")
-    short.speed, long.speed = PrefillSpeed(), PrefillSpeed()
+    short.speed, long.speed = StepTime(), StepTime()
     for tokens in (4, 8, 12, 16):
         short.observe_prefill(0.010 + 0.001 * tokens, tokens)
         long.observe_prefill(0.010 + 0.001 * 50 * tokens, 50 * tokens)
@@ -162,3 +162,13 @@ def test_worker_that_was_not_measured_for_long_is_tried_again():
     assert (slow.slowness > 10, fast.slowness) == (True, 1.0)
     measure_slowness([slow, fast], 1000.0)
     assert slow.slowness == 1.0
+
+
+def test_worker_of_both_roles_computes_the_prompt_itself_if_prefill_workers_are_full():
+    info = msgspec.structs.replace(INFO, kv_address="ipc://kv")
+    prefill, both = WorkerState("prefill", info, PREFILL), WorkerState("both", info)
+    both.update(FREE)
+    request = job(320)
+    assert Router(64).choose([request], [prefill, both], 0.0)[1:3] == (both, None)
+    prefill.update(FREE)
+    assert Router(64).choose([request], [prefill, both], 0.0)[1:3] == (both, prefill)
