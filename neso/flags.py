@@ -79,15 +79,15 @@ def integer(minimum: int | None = None, maximum: int | None = None) -> Kind:
     return Kind("INTEGER", parse)
 
 
-def number(minimum: float | None = None) -> Kind:
-    """Return the kind of a flag whose value is a decimal number of at least `minimum`."""
+def number(minimum: float | None = None, maximum: float | None = None) -> Kind:
+    """Return the kind of a flag whose value is a decimal number within the bounds."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             raise ValueError(f"expected a number, got '{text}'") from None
-        _check_bounds(value, minimum, None)
+        _check_bounds(value, minimum, maximum)
         return value
 
     return Kind("NUMBER", parse)

@@ -18,6 +18,8 @@ CALL_OVERFLOW_SLACK = 16 << 20
 """Bytes above the limit that a call by another model may exceed at least: a process sends on until it hears of it."""
 DEFAULT_CALL_TIMEOUT = 60.0
 """Seconds that a producer waits for a model that calls it and takes none of the responses."""
+MAX_CALL_TIMEOUT = 1e6
+"""Maximum of this option: event loops cannot wait for infinity."""
 
 
 class Backlog:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from neso.flags import LEVEL, PATH_OR_URI, SWITCH, Flag, FlagGroup, integer, number
 from neso.server.admission import AdmissionLimits
-from neso.server.backlog import DEFAULT_CALL_LIMIT, DEFAULT_CALL_TIMEOUT, DEFAULT_LIMIT
+from neso.server.backlog import DEFAULT_CALL_LIMIT, DEFAULT_CALL_TIMEOUT, DEFAULT_LIMIT, MAX_CALL_TIMEOUT
 from neso.server.cache_options import RedisOptions
 from neso.server.errors import InvalidArgument
 from neso.server.metrics.config import MetricsConfig
@@ -285,7 +285,7 @@ class ServerOptions:
             "call-backlog-timeout-secs",
             "Time that a called model waits for the model that called it, which takes none of the responses, before "
             "the call is cancelled.",
-            number(0.1),
+            number(0.1, MAX_CALL_TIMEOUT),
             topic="Limits",
         ),
     ] = DEFAULT_CALL_TIMEOUT
@@ -343,6 +343,8 @@ class ServerOptions:
         ):
             if not value >= minimum:
                 raise InvalidArgument(f"{name} must be at least {minimum}, got {value}")
+        if self.call_backlog_timeout > MAX_CALL_TIMEOUT:
+            raise InvalidArgument(f"call_backlog_timeout must be at most {MAX_CALL_TIMEOUT:.0f} seconds")
         if not is_inside(self.model_config_name):
             raise InvalidArgument(
                 f"model_config_name must be the name of a file in 'configs', got '{self.model_config_name}'"

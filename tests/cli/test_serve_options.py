@@ -112,6 +112,8 @@ def test_spellings_of_false(text):
         (["--http-port=1", "--http-port=2"], "--http-port: given more than once: 1, 2"),
         (["--exit-timeout-secs=soon"], "--exit-timeout-secs: expected a number"),
         (["--exit-timeout-secs=nan"], "--exit-timeout-secs: expected at least 0"),
+        (["--call-backlog-timeout-secs=inf"], "--call-backlog-timeout-secs: expected at most 1000000"),
+        (["--max-call-backlog=1000"], "--max-call-backlog: expected at least 1048576"),
         (["--strict-readiness=maybe"], "--strict-readiness: expected true or false, got 'maybe'"),
         (["--model-control-mode=on"], "expected none, explicit or poll, got 'on'"),
         (["--grpc-port=8000"], "HTTP requests and gRPC requests at the same address and port 0.0.0.0:8000"),

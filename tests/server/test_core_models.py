@@ -328,6 +328,8 @@ def test_unsupported_options_are_rejected():
     for options in (
         {"repository_poll_secs": -1},
         {"model_load_thread_count": 0},
+        {"max_call_backlog": 1},
+        {"call_backlog_timeout": float("inf")},
         {"model_load_retry_count": -1},
         {"model_config_name": "../config"},
     ):
