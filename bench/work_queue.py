@@ -1,8 +1,9 @@
 """Cost of the work queue per request: from the front end through the queue to a worker process and back.
 
 The worker has no engine: it answers each grant with one token. The baseline is a message that the same two processes
-send to each other through the same kind of socket. Prints the median and 99th percentile of a single request, and
-requests per second with 64 in flight.
+send to each other through the same kind of socket. With nats-server in the PATH, the same is measured for a queue in
+NATS JetStream, where a message is a request and reply of core NATS. Prints the median and 99th percentile of a single
+request, and requests per second with 64 in flight.
 
 usage: python bench/work_queue.py [--requests 5000]
 """
@@ -12,31 +13,33 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import shutil
+import socket as socketlib
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import msgspec
+import nats
+import nats.errors
 import zmq
 import zmq.asyncio
 from smoke import parse_arguments
 
 from neso.cluster.front_end import ClusterChannel
-from neso.cluster.messages import (
-    PROTOCOL_VERSION,
-    Credits,
-    Frame,
-    Grant,
-    Hello,
-    Report,
-    to_worker,
-)
-from neso.cluster.sockets import FrontEndSocket, WorkerSocket
+from neso.cluster.jetstream.connection import NatsConnection, NatsOptions
+from neso.cluster.jetstream.front_end import NatsFrontEndSocket
+from neso.cluster.jetstream.ticket_pulls import TicketPulls
+from neso.cluster.sockets import FrontEndSocket
+from neso.cluster.worker import Worker, WorkerOptions, checkpoint_digest
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.stats import EngineStats
-from neso.engine.ipc.messages import Add, EngineInfo, StepOutputs
+from neso.engine.ipc.channel import EngineChannel
+from neso.engine.ipc.messages import Add, Command, EngineInfo, Event, StepOutputs
 from neso.generation import SamplingParams
 from neso.generation.output import FinishReason
 
@@ -45,36 +48,42 @@ PROMPT = [*range(200)]  # about 1 KB
 IN_FLIGHT = 64
 
 
-def worker(address: str) -> None:
-    """Answer each grant with a token."""
+class EchoChannel(EngineChannel):
+    """An engine that answers each request with a token."""
 
-    async def serve() -> None:
-        socket = WorkerSocket("worker", address, None)
-        socket.send(
-            Hello(
-                version=PROTOCOL_VERSION,
-                name="worker",
-                host="",
-                pid=0,
-                model="",
-                info=INFO,
-                roles=frozenset({"prefill", "decode"}),
+    def __init__(self) -> None:
+        self.dead = asyncio.get_running_loop().create_future()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    def send(self, command: Command) -> None:
+        if isinstance(command, Add):
+            output = SequenceOutput(
+                request_id=command.request.request_id,
+                index=0,
+                token_ids=[1],
+                finish_reason=FinishReason.LENGTH,
             )
-        )
-        grants = 0
-        while True:
-            message = to_worker.decode(await socket.receive())
-            frames = []
-            if isinstance(message, Grant):
-                grants += 1
-                request = msgspec.msgpack.decode(message.request, type=EngineRequest)
-                output = SequenceOutput(
-                    request_id=request.request_id, index=0, token_ids=[1], finish_reason=FinishReason.LENGTH
-                )
-                frames.append(Frame(message.attempt, 0, output))
-            socket.send(Report(Credits(256, 4096, 1 << 20, grants), EngineStats(num_blocks=4096), frames))
+            self._events.put_nowait(StepOutputs([output], EngineStats(num_blocks=INFO.num_blocks)))
 
-    asyncio.run(serve())
+    async def receive(self) -> Event:
+        return await self._events.get()
+
+    async def close(self, timeout: float) -> None:
+        pass
+
+
+class EchoWorker(Worker):
+    """A worker without an engine."""
+
+    async def _load(self) -> None:
+        self._channel, self._info = EchoChannel(), INFO
+        self._stats = EngineStats(num_blocks=INFO.num_blocks)
+
+
+def worker(address: str | NatsOptions, model: str) -> None:
+    """Answer each grant with a token."""
+    options = WorkerOptions(config=EngineConfig(model=model), address=address, name="worker")
+    asyncio.run(EchoWorker(options).run())
 
 
 def echo(address: str) -> None:
@@ -105,11 +114,25 @@ async def measure(call: Callable[[int], Awaitable[None]], requests: int) -> tupl
     return statistics.median(latencies), statistics.quantiles(latencies, n=100)[98], rate
 
 
-async def through_queue(directory: str, requests: int) -> tuple[float, float, float]:
-    socket = FrontEndSocket()
-    address = socket.listen(f"ipc://{directory}/queue")
-    channel = ClusterChannel(EngineConfig(model=""), "", [socket])
-    process = multiprocessing.get_context("spawn").Process(target=worker, args=(address,), daemon=True)
+async def through_queue(directory: str, requests: int, url: str = "") -> tuple[float, float, float]:
+    """Measure a queue in this process, or the one in NATS at a URL."""
+    model = f"{directory}/model"
+    Path(model).mkdir(exist_ok=True)  # noqa: ASYNC240
+    config = EngineConfig(model=model)
+    digest = checkpoint_digest(config)
+    address: str | NatsOptions
+    if url:
+        address = NatsOptions(urls=url, queue="bench")
+        nats_socket = NatsFrontEndSocket(await NatsConnection.open(address, "bench"), digest)
+        pulls = TicketPulls(nats_socket)
+        channel = ClusterChannel(config, digest, [nats_socket], pulls)
+        await pulls.open()
+        await nats_socket.open()
+    else:
+        socket = FrontEndSocket()
+        address = socket.listen(f"ipc://{directory}/queue")
+        channel = ClusterChannel(config, digest, [socket])
+    process = multiprocessing.get_context("spawn").Process(target=worker, args=(address, model), daemon=True)
     process.start()
     await channel.connections.first_worker()
     waiting: dict[str, asyncio.Future[None]] = {}
@@ -158,6 +181,62 @@ async def through_sockets(directory: str, requests: int) -> tuple[float, float, 
         socket.close(linger=0)
 
 
+async def through_nats(url: str, requests: int) -> tuple[float, float, float]:
+    """Measure a request and its reply over core NATS."""
+    client = await nats.connect(url)
+    process = multiprocessing.get_context("spawn").Process(target=nats_echo, args=(url,), daemon=True)
+    process.start()
+    message = msgspec.msgpack.encode(PROMPT)
+
+    async def call(number: int) -> None:
+        await client.request("bench.echo", message, timeout=60)
+
+    while True:
+        try:
+            await call(0)
+            break
+        except nats.errors.NoRespondersError:
+            await asyncio.sleep(0.1)
+    try:
+        return await measure(call, requests)
+    finally:
+        process.kill()
+        await client.close()
+
+
+def nats_echo(url: str) -> None:
+    """Answer each request with its content."""
+
+    async def serve() -> None:
+        client = await nats.connect(url)
+
+        async def answer(message: nats.aio.msg.Msg) -> None:
+            await message.respond(message.data)
+
+        await client.subscribe("bench.echo", cb=answer)
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+def start_nats(directory: str) -> tuple[subprocess.Popen[bytes], str] | None:
+    """Start nats-server and return its URL; None if it is not installed."""
+    if shutil.which("nats-server") is None:
+        print("nats-server is not installed: the queue in NATS is not measured")
+        return None
+    with socketlib.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = ["nats-server", "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", f"{directory}/nats"]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    for _ in range(300):
+        try:
+            socketlib.create_connection(("127.0.0.1", port)).close()
+            break
+        except OSError:
+            time.sleep(0.1)
+    return server, f"nats://127.0.0.1:{port}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -167,12 +246,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         sockets = asyncio.run(through_sockets(directory, arguments.requests))
         queue = asyncio.run(through_queue(directory, arguments.requests))
-    print(f"{'':<16}{'p50 us':>10}{'p99 us':>10}{'per s':>10}")
-    for title, (median, high, rate) in (("message and back", sockets), ("request", queue)):
-        print(f"{title:<16}{median:>10.0f}{high:>10.0f}{rate:>10.0f}")
+        results = {"message and back": sockets, "request": queue}
+        if started := start_nats(directory):
+            server, url = started
+            try:
+                results["NATS: message and back"] = asyncio.run(through_nats(url, arguments.requests))
+                results["NATS: request"] = asyncio.run(through_queue(directory, arguments.requests, url))
+            finally:
+                server.kill()
+                server.wait()
+    print(f"{'':<24}{'p50 us':>10}{'p99 us':>10}{'per s':>10}")
+    for title, (median, high, rate) in results.items():
+        print(f"{title:<24}{median:>10.0f}{high:>10.0f}{rate:>10.0f}")
     print(
         f"the queue costs {queue[0] - sockets[0]:.0f} us per request, {queue[0] / sockets[0]:.1f} times a message"
     )
+    if "NATS: request" in results:
+        shared, message = results["NATS: request"][0], results["NATS: message and back"][0]
+        print(
+            f"the queue in NATS costs {shared - message:.0f} us per request, {shared / message:.1f} times a message"
+        )
 
 
 if __name__ == "__main__":

@@ -87,6 +87,14 @@ setup_chromium() {
     fi
 }
 
+# nats-server, for the tests of servers that share workers, which are skipped without it. Installed only by root with apt.
+setup_nats() {
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && ! command -v nats-server >/dev/null; then
+        echo "neso: installing nats-server for the tests of shared workers"
+        apt-get install -y --no-install-recommends nats-server >/dev/null 2>&1 || echo "neso: nats-server cannot be installed"
+    fi
+}
+
 # Real vLLM (CPU build) for the tests of its backend, in .venv-vllm because it pins other versions.
 setup_vllm() {
     local stamp=".venv-vllm/.neso" state

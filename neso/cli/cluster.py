@@ -1,10 +1,10 @@
-"""`neso cluster status`: the workers, roles, queues, transfers and stages of a server as tables."""
+"""`neso cluster status`: the workers, roles, queues, transfers and stages of a server, or of NATS, as tables."""
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -62,28 +62,101 @@ def _commands() -> None:
 @cluster.command()
 def status(
     url: Annotated[str, typer.Option(help="Metrics of the server.")] = "http://localhost:8002/metrics",
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Address of NATS: print the servers and workers of all its queues instead.",
+        ),
+    ] = None,
+    token_file: Annotated[
+        str | None, typer.Option(metavar="PATH", help="File with the token of NATS.")
+    ] = None,
+    credentials_file: Annotated[
+        str | None, typer.Option(metavar="PATH", help="File with the credentials of a NATS user.")
+    ] = None,
+    ca_file: Annotated[
+        str | None, typer.Option(metavar="PATH", help="File with the certificates that verify NATS.")
+    ] = None,
 ) -> None:
     """Print the workers, their roles, the queue and the transfers of each model on workers, and the stages."""
-    import urllib.error
-    import urllib.request
+    if join is not None:
+        _show(_queue_tables(join, token_file, credentials_file, ca_file))
+    else:
+        _show(_server_tables(url))
 
+
+def _show(tables: list[Table]) -> None:
     from rich.console import Console
 
-    try:
-        with urllib.request.urlopen(url, timeout=10) as response:
-            text = response.read().decode()
-    except (OSError, ValueError) as error:
-        print(f"neso cluster status: {url}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    tables = status_tables(text)
-    if not tables:
-        print(f"neso cluster status: no model of the server at {url} runs on workers", file=sys.stderr)
-        raise typer.Exit(1)
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
     for table in tables:
         console.print(table)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"neso cluster status: {message}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def _queue_tables(
+    address: str, token_file: str | None, credentials_file: str | None, ca_file: str | None
+) -> list[Table]:
+    import asyncio
+
+    from rich.table import Table
+
+    from neso.cluster.jetstream.connection import Member, NatsConnection, NatsOptions
+    from neso.engine.cluster_config import is_nats
+    from neso.engine.errors import EngineError
+
+    options = NatsOptions(
+        urls=address, queue="", token_file=token_file, credentials_file=credentials_file, ca_file=ca_file
+    )
+    if not is_nats(address):
+        _fail(f"--join must begin with nats://, got '{options.shown}'")
+
+    async def read() -> dict[str, tuple[int, list[Member]]]:
+        connection = await NatsConnection.connect(options, "neso cluster status")
+        try:
+            return await connection.queues()
+        finally:
+            await connection.close()
+
+    try:
+        queues = asyncio.run(read())
+    except EngineError as error:
+        _fail(str(error))
+    if not queues:
+        _fail(f"there is no queue at {options.shown}")
+    tables = []
+    for queue, (requests, members) in sorted(queues.items()):
+        table = Table(title=f"queue '{queue}': {requests} requests")
+        for title in ("", "name", "roles", "host", "process", "version", "model", "requests", "free"):
+            table.add_column(title, no_wrap=True)
+        for one in members:
+            load = (str(one.requests), str(one.free_sequences)) if one.kind == "worker" else ("", "")
+            about = (one.kind, one.name, "+".join(one.roles), one.host, str(one.pid), one.version)
+            table.add_row(*about, one.model[:12], *load)
+        tables.append(table)
+    return tables
+
+
+def _server_tables(url: str) -> list[Table]:
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            text = response.read().decode()
+    except (OSError, ValueError) as error:
+        _fail(f"{url}: {error}")
+    tables = status_tables(text)
+    if not tables:
+        _fail(f"no model of the server at {url} runs on workers")
+    return tables
 
 
 def status_tables(metrics: str) -> list[Table]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
+import re
 import sys
 from typing import Any
 
@@ -37,9 +36,15 @@ _REPOSITORY_FIELDS = (
 )
 TOPICS: dict[str, tuple[Flag, ...]] = {
     "Worker": (
-        Flag("join", "Address of the server, its --worker-address or --stage-address.", metavar="ADDRESS"),
         Flag(
-            "token-file", "File with the secret of the server; needed for tcp:// addresses.", metavar="PATH"
+            "join",
+            "The --worker-address or --stage-address of the server: tcp://HOST:PORT, ipc://PATH, or nats://HOST:PORT.",
+            metavar="ADDRESS",
+        ),
+        Flag(
+            "token-file",
+            "File with the secret of the server, needed for tcp:// addresses, or with the token of NATS.",
+            metavar="PATH",
         ),
         Flag(
             "roles",
@@ -124,15 +129,18 @@ def _read_stage(values: FlagValues) -> Any:
 
 
 def _name(values: FlagValues) -> str:
-    return values["name"] or f"{socket.gethostname()}-{os.getpid()}"
+    from neso.cluster.worker import default_name
+
+    return values["name"] or default_name()
 
 
 def _read(values: FlagValues) -> Any:
     """Return the `WorkerOptions`. Raises `OptionError`, `EngineError`."""
     from neso.cli.serve_options import SHIPPED_MODEL, engine_options
+    from neso.cluster.jetstream.connection import NatsOptions
     from neso.cluster.sockets import read_token
     from neso.cluster.worker import WorkerOptions, worker_config
-    from neso.engine.cluster_config import MIXED, check_address
+    from neso.engine.cluster_config import MIXED, check_address, is_nats
     from neso.engine.config import EngineConfig
     from neso.engine.weights.hub import ModelNotFound, resolve_model
 
@@ -146,17 +154,26 @@ def _read(values: FlagValues) -> Any:
     if not roles <= MIXED:
         raise OptionError(f"--roles: expected prefill, decode or prefill,decode, got '{values['roles']}'")
     try:
-        check_address("--join", address, values["token-file"])
+        if not is_nats(address):
+            check_address("--join", address, values["token-file"])
         config = EngineConfig.from_options(str(resolve_model(models[0])), engine_options(values))
     except (ModelNotFound, ValueError) as error:
         raise OptionError(str(error)) from None
     if config.cluster.enabled or config.data_parallel_size is not None:
         raise OptionError("--engine-config: a worker has one engine and no workers of its own")
+    name = _name(values)
+    nats = (
+        NatsOptions.of(config.cluster, address, config.model, values["token-file"])
+        if is_nats(address)
+        else None
+    )
+    if nats is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise OptionError(f"--name: expected letters, digits, '-' and '_', got '{name}'")
     return WorkerOptions(
         config=worker_config(config, transfers=roles != MIXED),
         roles=roles,
-        address=address,
-        name=_name(values),
-        token=read_token(values["token-file"]),
+        address=address if nats is None else nats,
+        name=name,
+        token=read_token(values["token-file"]) if nats is None else None,
         drain_seconds=values["drain-seconds"],
     )

@@ -11,15 +11,18 @@ from functools import partial
 from pathlib import Path
 
 from neso.cluster.front_end import ClusterChannel
+from neso.cluster.jetstream.connection import NatsConnection, NatsOptions
+from neso.cluster.jetstream.front_end import NatsFrontEndSocket
+from neso.cluster.jetstream.ticket_pulls import TicketPulls
 from neso.cluster.local_worker import LocalWorker
 from neso.cluster.messages import Hello
 from neso.cluster.sockets import FrontEndSocket, read_token
 from neso.cluster.work_queue import WorkerState
-from neso.cluster.worker import WorkerOptions, checkpoint_digest, worker_config
+from neso.cluster.worker import WorkerOptions, checkpoint_digest, default_name, worker_config
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.engine_client import load_engine_tokenizer
 from neso.engine.client.engine_group import sum_info
-from neso.engine.cluster_config import MIXED, Roles
+from neso.engine.cluster_config import MIXED, Roles, is_nats
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
 from neso.engine.ipc.messages import EngineInfo
@@ -73,28 +76,24 @@ class ClusterEngine(AsyncEngine):
     @classmethod
     async def open(cls, config: EngineConfig, gpus: Sequence[str] = ()) -> ClusterEngine:
         """Start the local workers, or wait for another one to join. Raises `EngineError`."""
-        options = config.cluster
         _check(config)
-        token = read_token(options.worker_token_file)
         directory = Path(tempfile.mkdtemp(prefix="neso-workers-"))
-        sockets = [FrontEndSocket()]
         try:
-            local_address = sockets[0].listen(f"ipc://{directory}/front-end")
-            if options.worker_address is not None:
-                sockets.append(FrontEndSocket())
-                address = sockets[1].listen(options.worker_address, token)
-                logger.info("workers can join at %s", address)
             placed = _placed(config, gpus)
-        except EngineError:
-            for socket in sockets:
-                socket.close()
+            digest = await asyncio.to_thread(checkpoint_digest, config)
+            nats = _nats_options(config)
+            open_channel = _listen(config, digest, directory) if nats is None else _join(config, digest, nats)
+            channel, local_address = await open_channel
+        except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        channel = ClusterChannel(config, await asyncio.to_thread(checkpoint_digest, config), sockets)
+        prefix = "" if nats is None else f"{default_name()}-"
         workers = [
             LocalWorker(
                 "neso.cluster.worker_process",
-                WorkerOptions(config=one, address=local_address, name=_name(number, roles), roles=roles),
+                WorkerOptions(
+                    config=one, address=local_address, name=f"{prefix}{_name(number, roles)}", roles=roles
+                ),
                 channel.connections,
             )
             for number, (one, roles) in enumerate(zip(placed, config.cluster.local_roles, strict=True))
@@ -123,6 +122,49 @@ class ClusterEngine(AsyncEngine):
         await super().stop(timeout)
         await asyncio.gather(*(worker.stop(timeout) for worker in self.local.engines))
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+async def _listen(config: EngineConfig, digest: str, directory: Path) -> tuple[ClusterChannel, str]:
+    """Open a queue in this process. Returns also the address for workers of this host. Raises `EngineError`."""
+    options = config.cluster
+    token = read_token(options.worker_token_file)
+    sockets = [FrontEndSocket()]
+    try:
+        local_address = sockets[0].listen(f"ipc://{directory}/front-end")
+        if options.worker_address is not None:
+            sockets.append(FrontEndSocket())
+            address = sockets[1].listen(options.worker_address, token)
+            logger.info("workers can join at %s", address)
+    except EngineError:
+        for socket in sockets:
+            socket.close()
+        raise
+    return ClusterChannel(config, digest, sockets), local_address
+
+
+def _nats_options(config: EngineConfig) -> NatsOptions | None:
+    address = config.cluster.worker_address
+    if address is None or not is_nats(address):
+        return None
+    return NatsOptions.of(config.cluster, address, config.model, config.cluster.worker_token_file)
+
+
+async def _join(
+    config: EngineConfig, digest: str, options: NatsOptions
+) -> tuple[ClusterChannel, NatsOptions]:
+    """Open a queue in NATS, which other servers share. Raises `EngineError`."""
+    connection = await NatsConnection.open(options, "neso server")
+    socket = NatsFrontEndSocket(connection, digest)
+    pulls = TicketPulls(socket)
+    channel = ClusterChannel(config, digest, [socket], pulls)
+    try:
+        await pulls.open()
+        await socket.open()
+    except BaseException:
+        await channel.close(timeout=0)
+        raise
+    logger.info("server '%s' shares the queue '%s' at %s", socket.name, options.queue, options.shown)
+    return channel, options
 
 
 def _check(config: EngineConfig) -> None:

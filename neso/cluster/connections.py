@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from neso.cluster.jetstream.front_end import NatsFrontEndSocket
 from neso.cluster.messages import (
     PROTOCOL_VERSION,
     EngineEvent,
@@ -84,7 +85,7 @@ class _Connection(Generic[W]):
     """A worker that has said hello. `socket`: where it is connected."""
 
     state: W
-    socket: FrontEndSocket
+    socket: FrontEndSocket | NatsFrontEndSocket
     silent_checks: int = 0
 
 
@@ -100,7 +101,7 @@ class Connections(ABC, Generic[H, W]):
         hello: type[H],
         decoder: msgspec.msgpack.Decoder[Any],
         silence: float,
-        sockets: Sequence[FrontEndSocket],
+        sockets: Sequence[FrontEndSocket | NatsFrontEndSocket],
     ) -> None:
         self._hello, self._decoder, self._silence = hello, decoder, silence
         self._sockets = tuple(sockets)
@@ -179,7 +180,7 @@ class Connections(ABC, Generic[H, W]):
         finally:
             self._joining.pop(name, None)
 
-    def _join(self, socket: FrontEndSocket, name: str, hello: H) -> None:
+    def _join(self, socket: FrontEndSocket | NatsFrontEndSocket, name: str, hello: H) -> None:
         if name in self._connections:
             self.lost(name, "it has started again")
         try:
@@ -204,7 +205,7 @@ class Connections(ABC, Generic[H, W]):
 
     # -- connected workers --------------------------------------------------------------------------------------
 
-    async def _receive(self, socket: FrontEndSocket) -> None:
+    async def _receive(self, socket: FrontEndSocket | NatsFrontEndSocket) -> None:
         while True:
             name, data = await socket.receive()
             try:
@@ -214,7 +215,7 @@ class Connections(ABC, Generic[H, W]):
             except Exception:
                 logger.exception("a message of worker '%s' could not be processed", name)
 
-    def _handle(self, socket: FrontEndSocket, name: str, message: Any) -> None:
+    def _handle(self, socket: FrontEndSocket | NatsFrontEndSocket, name: str, message: Any) -> None:
         connection = self._connections.get(name)
         if isinstance(message, self._hello):
             self._join(socket, name, message)
@@ -261,7 +262,7 @@ class WorkerConnections(Connections[Hello, WorkerState]):
         self,
         model: str,
         silence: float,
-        sockets: Sequence[FrontEndSocket],
+        sockets: Sequence[FrontEndSocket | NatsFrontEndSocket],
         events: WorkerEvents,
         max_tracked_blocks: int,
     ) -> None:

@@ -17,7 +17,9 @@ import msgspec
 
 from neso.cluster.common_commands import CommonCommands
 from neso.cluster.connections import LEASE_SECONDS, WorkerConnections
+from neso.cluster.jetstream.front_end import NatsFrontEndSocket
 from neso.cluster.messages import Cancel, Cost, EngineEvent, Frame, Grant, Report, Tell
+from neso.cluster.pulls import CreditPulls, Pulls
 from neso.cluster.roles import control_roles
 from neso.cluster.router import Router
 from neso.cluster.sockets import FrontEndSocket
@@ -70,9 +72,18 @@ class ClusterCounters:
 
 
 class ClusterChannel(EngineChannel):
-    """Workers behind the interface of one engine. `model`: digest that workers must have."""
+    """Workers behind the interface of one engine.
 
-    def __init__(self, config: EngineConfig, model: str, sockets: Sequence[FrontEndSocket]) -> None:
+    `model`: digest that workers must have; `pulls`: None for workers that only this front end uses.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: str,
+        sockets: Sequence[FrontEndSocket | NatsFrontEndSocket],
+        pulls: Pulls | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.dead = self._loop.create_future()
         scheduler = config.scheduler
@@ -83,7 +94,9 @@ class ClusterChannel(EngineChannel):
             self._loop.time,
         )
         self.counters = ClusterCounters()
-        self._router = Router(config.cluster.min_remote_prefill)
+        self._pulls = pulls if pulls is not None else CreditPulls()
+        self._pulls.attach(self)
+        self._router = Router(config.cluster.min_remote_prefill, self._pulls.may_start)
         self._config = config.cluster
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._outputs: list[SequenceOutput] = []
@@ -131,6 +144,7 @@ class ClusterChannel(EngineChannel):
         self._roles.cancel()
         await asyncio.gather(self._roles, return_exceptions=True)
         await self.connections.close()
+        await self._pulls.close()
         if self._timer is not None:
             self._timer.cancel()
         if not self.dead.done():
@@ -161,12 +175,13 @@ class ClusterChannel(EngineChannel):
             return
         cached = info.enable_prefix_caching and info.num_blocks
         try:
-            self.queue.put(request, PrefixKeys(request, info.block_size) if cached else None)
+            job = self.queue.put(request, PrefixKeys(request, info.block_size) if cached else None)
         except QueueFull as error:
             self._outputs.append(SequenceOutput.failed(request.request_id, 0, str(error), refused=True))
             return
         if request.queue_timeout_ms is not None:
             self._loop.call_later(request.queue_timeout_ms / 1000, self._expire)
+        self._pulls.waits(job)
         self._dispatch()
 
     def _abort(self, request_id: str, index: int | None) -> None:
@@ -190,6 +205,7 @@ class ClusterChannel(EngineChannel):
         """Forget a request, and free the blocks that a worker holds for it."""
         self._release_export(job)
         self.queue.ack(job)
+        self._pulls.ended(job)
 
     def _release_export(self, job: Job) -> None:
         export = self.queue.end_export(job)
@@ -217,8 +233,9 @@ class ClusterChannel(EngineChannel):
             if choice.job is None or choice.worker is None:
                 if choice.wake is not None:
                     self._timer = self._loop.call_at(choice.wake, self._dispatch)
-                return
+                break
             self._grant(choice.job, choice.worker, choice.prefiller)
+        self._pulls.settle(soon=self._timer is not None)
 
     def _grant(self, job: Job, worker: WorkerState, prefiller: WorkerState | None) -> None:
         if job.export is not None and job.export.worker is worker:
@@ -235,13 +252,16 @@ class ClusterChannel(EngineChannel):
         if job.export is not None:
             source = KvImport(job.export.worker.info.kv_address, job.export.transfer_id, LEASE_SECONDS)
             request = msgspec.structs.replace(request, kv_import=source)
-        self._send_grant(job, worker, self.queue.grant(job, worker), request)
+        ticket = self._pulls.granted(job, worker)
+        self._send_grant(job, worker, self.queue.grant(job, worker), request, ticket)
         self.counters.grants += 1
         for index in range(job.num_sequences):
             if index not in job.delivered.open:
                 self.connections.send(worker.name, Cancel(job.id, job.attempt, index))
 
-    def _send_grant(self, job: Job, worker: WorkerState, cost: Cost, request: EngineRequest) -> None:
+    def _send_grant(
+        self, job: Job, worker: WorkerState, cost: Cost, request: EngineRequest, ticket: str = ""
+    ) -> None:
         logger.debug(
             "request %s, attempt %d: worker '%s' %s, %d tokens to compute",
             *(job.id, job.attempt, worker.name),
@@ -249,7 +269,7 @@ class ClusterChannel(EngineChannel):
         )
         encoded = msgspec.Raw(command_encoder.encode(request))
         # A worker that has just disconnected is found by the next ping, and the request goes to another one.
-        self.connections.send(worker.name, Grant(job.id, job.attempt, cost, encoded))
+        self.connections.send(worker.name, Grant(job.id, job.attempt, cost, encoded, ticket))
 
     def _attempt_request(self, job: Job) -> EngineRequest:
         """Return the request of the present attempt."""
@@ -347,10 +367,28 @@ class ClusterChannel(EngineChannel):
         self._dispatch()
         self._emit_outputs()
 
+    # -- pulls --------------------------------------------------------------------------------------------------
+
+    def worker(self, name: str) -> WorkerState | None:
+        return next((worker for worker in self.workers if worker.name == name), None)
+
+    def pulled(self) -> None:
+        self._dispatch()
+
+    def worker_stopped(self, job: Job, reason: str) -> None:
+        self._cancel(job)
+        self._repeat(job, reason)
+        self._emit_outputs()
+
+    def rejected(self, job: Job, reason: str) -> None:
+        self._fail(job, reason, refused=True)
+        self._emit_outputs()
+
     def _repeat(self, job: Job, reason: str) -> None:
         """Let a request wait for another worker, or fail it after its last attempt."""
         if self.queue.nack(job):
             self.counters.retries += 1
+            self._pulls.waits(job)
         else:
             self.counters.failed += 1
             message = f"the request has lost {job.attempt} workers, the last one because {reason}"

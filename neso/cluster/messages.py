@@ -125,12 +125,16 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
-    """A request for the worker: an encoded `EngineRequest`."""
+    """A request for the worker: an encoded `EngineRequest`.
+
+    `ticket`: subject at which the worker tells a queue in JetStream that it works on the request; "": there is none.
+    """
 
     request_id: str
     attempt: int
     cost: Cost
     request: msgspec.Raw
+    ticket: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -38,11 +38,16 @@ class Router:
     request for which no worker has room holds up those behind it, so a large one is not overtaken forever. A request
     whose prompt is computed elsewhere starts when both workers have room, so neither waits for the other one.
 
-    `min_remote_prefill`: prompts with fewer tokens outside the cache are computed by the worker that decodes.
+    - min_remote_prefill: prompts with fewer tokens outside the cache are computed by the worker that decodes
+    - may_start: whether a worker may get a request, beside its room
     """
 
-    def __init__(self, min_remote_prefill: int = 0) -> None:
-        self._min_remote_prefill = min_remote_prefill
+    def __init__(
+        self,
+        min_remote_prefill: int = 0,
+        may_start: Callable[[Job, WorkerState], bool] = lambda job, worker: True,
+    ) -> None:
+        self._min_remote_prefill, self._may_start = min_remote_prefill, may_start
         self._choose = LeastCost()
 
     def choose(self, window: Sequence[Job], workers: Sequence[WorkerState], now: float) -> Choice:
@@ -87,6 +92,8 @@ class Router:
         return only or (others if worker.roles == DECODE else [])
 
     def _can_start(self, job: Job, worker: WorkerState, workers: Sequence[WorkerState]) -> bool:
+        if not self._may_start(job, worker):
+            return False
         if job.export is not None:
             return worker.has_room(job, remote=True)
         prefillers = self.prefillers(job, worker, workers)

@@ -7,6 +7,7 @@ number. The number is a fencing token: whatever an earlier attempt still sends i
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -300,6 +301,7 @@ class WorkQueue:
         self._waiting = WaitingQueue(max_size, ageing_seconds, clock)
         self._by_entry: dict[int, Job] = {}
         self._num_put = 0
+        self._exports_name = secrets.token_hex(4)  # unique among the queues that share workers
         self._clock = clock
         self.max_attempts = max_attempts
         self.totals = QueueTotals()
@@ -365,7 +367,7 @@ class WorkQueue:
         assert job.export is None
         cost = job.cost(worker)
         worker.reserve(cost)
-        transfer_id, num_uncached = f"{job.id}:{job.attempt}", worker.add(job)
+        transfer_id, num_uncached = f"{self._exports_name}:{job.id}:{job.attempt}", worker.add(job)
         self.totals.granted_tokens += job.num_prompt_tokens
         self.totals.computed_tokens += num_uncached
         job.export = Export(

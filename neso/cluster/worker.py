@@ -1,4 +1,4 @@
-"""A worker: an engine, and an agent that pulls requests for it from the queue of a front end."""
+"""A worker: an engine, and an agent that pulls requests for it from the queue of one or more front ends."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 import logging
 import os
 import socket as sockets
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
 
+from neso.cluster.jetstream.connection import NatsOptions
+from neso.cluster.jetstream.worker import NatsServers
 from neso.cluster.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -21,6 +24,7 @@ from neso.cluster.messages import (
     Credits,
     EngineEvent,
     Frame,
+    FromWorker,
     Goodbye,
     Grant,
     Hello,
@@ -49,9 +53,11 @@ from neso.engine.ipc.messages import (
     Event,
     Integrity,
     LoadFailed,
+    LoadLora,
     LoraDone,
     LoraNames,
     StepOutputs,
+    UnloadLora,
 )
 from neso.engine.kv_transfer.format import model_digest
 from neso.generation.output import FinishReason
@@ -66,10 +72,14 @@ _request_decoder = msgspec.msgpack.Decoder(EngineRequest)
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`address`: of the front end; `name`: unique among its workers; `drain_seconds`: to finish requests at the end."""
+    """Options of a worker.
+
+    `address`: of the front end, or a queue in NATS; `name`: unique among its workers; `drain_seconds`: to
+    finish requests at the end.
+    """
 
     config: EngineConfig
-    address: str
+    address: str | NatsOptions
     name: str
     roles: Roles = MIXED
     token: str | None = None
@@ -86,41 +96,107 @@ def worker_config(config: EngineConfig, *, transfers: bool) -> EngineConfig:
     return replace(config, cluster=ClusterConfig(), scheduler=scheduler, transfer=transfer)
 
 
+def default_name() -> str:
+    """Return a name for a worker of this process."""
+    return f"{sockets.gethostname().replace('.', '-')}-{os.getpid()}"
+
+
 def checkpoint_digest(config: EngineConfig) -> str:
     """Return a digest of the checkpoint and of the options that change results."""
     return model_digest(Path(config.model), *(getattr(config, name) for name in _RESULT_OPTIONS))
+
+
+class FrontEnds(Protocol):
+    """Connection to the front ends. `greeted`: names of those that are known from the start."""
+
+    greeted: tuple[str, ...]
+
+    async def receive(self) -> tuple[str, bytes | None]:
+        """Return the name of a front end and its encoded message; None: messages were lost."""
+
+    def send(self, front_end: str, message: FromWorker) -> bool:
+        """Send a message. Returns False if the front end has gone."""
+
+    def refused(self, front_end: str, reason: str) -> None:
+        """A front end does not accept this worker. May raise `EngineError` to end it."""
+
+    async def run(self, worker: Worker) -> None:
+        """Do what is to be done beside messages, until cancelled."""
+
+    async def close(self) -> None:
+        """Close after sending what is pending."""
+
+
+class OneFrontEnd:
+    """A front end at an address: its name is ""."""
+
+    greeted: tuple[str, ...] = ("",)
+
+    def __init__(self, name: str, address: str, token: str | None) -> None:
+        self._socket, self._address = WorkerSocket(name, address, token), address
+
+    async def receive(self) -> tuple[str, bytes | None]:
+        return "", await self._socket.receive()
+
+    def send(self, front_end: str, message: FromWorker) -> bool:
+        self._socket.send(message)
+        return True
+
+    def refused(self, front_end: str, reason: str) -> None:
+        raise EngineError(f"the front end at {self._address} refuses this worker: {reason}")
+
+    async def run(self, worker: Worker) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        self._socket.close()
+
+
+@dataclass(slots=True)
+class _FrontEnd:
+    """A front end that knows this worker. `num_grants`: that it has sent; `welcome`: None until it has accepted;
+    `block_changes`: for the next report.
+    """
+
+    num_grants: int = 0
+    welcome: Welcome | None = None
+    silent_checks: int = 0
+    block_changes: list[BlockChanges] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Running:
     """A request in the engine. `sent`: number of tokens of each sequence that were sent to the front end."""
 
+    front_end: str
     request_id: str
     attempt: int
     cost: Cost
+    ticket: str
     sent: list[int]
     open: set[int] = field(default_factory=set)
     started: bool = False
 
 
 class Worker:
-    """Pulls requests by credits and passes their outputs to the front end. Bound to the running event loop."""
+    """Pulls requests by credits and passes their outputs to the front ends. Bound to the running event loop."""
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
         self._channel: EngineChannel
         self._info: EngineInfo
-        self._socket = WorkerSocket(options.name, options.address, options.token)
+        self._servers: FrontEnds
+        self.digest = ""
+        self._front_ends: dict[str, _FrontEnd] = {}
         self._running: dict[str, _Running] = {}
+        self._last_grants: deque[str] = deque(maxlen=64)
+        self._changes: dict[int, tuple[str, int]] = {}  # changes of adapters: front end, and its number
+        self._num_changes = 0
         self._stats = EngineStats()
         self._loras: dict[str, str | None] = {}
-        self._block_changes: list[BlockChanges] = []  # for the next report
-        self._num_grants = 0
-        self._welcome: Welcome | None = None
-        self._silent_checks = 0
         self._draining = False
         self._stopped = asyncio.Event()
-        self._changed = asyncio.Event()  # set after each step
+        self._waiters: list[asyncio.Future[None]] = []
 
     def stop(self) -> None:
         """Take no more requests, finish those that run within `drain_seconds`, and end `run`."""
@@ -129,15 +205,25 @@ class Worker:
 
     async def run(self) -> None:
         """Load the model and serve until `stop`. Raises `EngineError` if the engine fails or the worker is refused."""
+        options = self._options
+        self.digest = await asyncio.to_thread(checkpoint_digest, options.config)
+        if isinstance(options.address, NatsOptions):
+            self._servers = await NatsServers.open(options.address, options.name, self.digest)
+        else:
+            self._servers = OneFrontEnd(options.name, options.address, options.token)
         try:
             await self._load()
         except EngineError as error:
-            self._socket.send(Leave(f"the model could not be loaded: {error}"))
-            self._socket.close()
+            for name in self._servers.greeted:
+                self._servers.send(name, Leave(f"the model could not be loaded: {error}"))
+            await self._servers.close()
             raise
-        self._hello()
-        work = [self._from_engine(), self._from_front_end(), self._beat(), self._until_stopped()]
-        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(coroutine) for coroutine in work]
+        for name in self._servers.greeted:
+            self._hello(name)
+        work = [self._from_engine(), self._from_front_ends(), self._beat(), self._until_stopped()]
+        tasks: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(coroutine) for coroutine in (*work, self._servers.run(self))
+        ]
         reason = "it was stopped"
         try:
             dead = self._channel.dead
@@ -152,8 +238,9 @@ class Worker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._socket.send(Leave(reason))
-            self._socket.close()
+            for name in self._front_ends:
+                self._servers.send(name, Leave(reason))
+            await self._servers.close()
             await self._channel.close(timeout=5.0)
 
     async def _load(self) -> None:
@@ -171,36 +258,77 @@ class Worker:
         self._stats = EngineStats(num_blocks=first.num_blocks)
         self._loras = dict(first.lora.lora_modules)
 
-    def _hello(self) -> None:
+    def _hello(self, name: str) -> None:
+        """Introduce the worker to a front end, which gets nothing of earlier requests."""
         options = self._options
-        self._num_grants, self._welcome = 0, None
-        self._socket.send(
+        self._front_ends[name] = _FrontEnd()
+        self._servers.send(
+            name,
             Hello(
                 version=PROTOCOL_VERSION,
                 name=options.name,
                 host=sockets.gethostname(),
                 pid=os.getpid(),
-                model=checkpoint_digest(options.config),
+                model=self.digest,
                 info=self._info,
                 roles=options.roles,
                 loras=self._loras,
-            )
+            ),
         )
 
     async def _until_stopped(self) -> None:
         await self._stopped.wait()
-        end = asyncio.get_running_loop().time() + self._options.drain_seconds
-        self._report([])
-        while self._running and (left := end - asyncio.get_running_loop().time()) > 0:
-            self._changed.clear()
-            await asyncio.wait((asyncio.ensure_future(self._changed.wait()),), timeout=left)
+        self._report()
+        finished = self.wait_until(lambda: not self._running)
+        await asyncio.wait((asyncio.ensure_future(finished),), timeout=self._options.drain_seconds)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition about the requests of this worker."""
+        while not condition():
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def _changed(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     # -- credits ------------------------------------------------------------------------------------------------
 
-    def credits(self) -> Credits:
-        """Return what the worker can take now."""
+    @property
+    def roles(self) -> Roles:
+        return self._options.roles
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests in the engine."""
+        return len(self._running)
+
+    def tickets(self) -> list[str]:
+        """Return the tickets of the requests in the engine."""
+        return [running.ticket for running in self._running.values() if running.ticket]
+
+    def has_room(self) -> bool:
+        """Whether a request can start now."""
+        credits = self.credits()
         if self._draining:
-            return Credits(grants=self._num_grants)
+            return False
+        blocks = credits.blocks > 0 or not self._stats.num_blocks
+        return credits.idle or (credits.sequences > 0 and credits.prefill_tokens > 0 and blocks)
+
+    async def wait_for_grant(self, front_end: str, request_id: str, attempt: int, timeout: float) -> None:
+        """Wait until an announced request has come, at most `timeout` seconds."""
+        engine_id = _engine_id(front_end, request_id, attempt)
+        come = asyncio.ensure_future(self.wait_until(lambda: engine_id in self._last_grants))
+        await asyncio.wait((come,), timeout=timeout)
+        come.cancel()
+
+    def credits(self, num_grants: int = 0) -> Credits:
+        """Return what the worker can take now. `num_grants`: that a front end has sent."""
+        if self._draining:
+            return Credits(grants=num_grants)
         running = self._running.values()
         info, scheduler = self._info, self._options.config.scheduler
         prefilling = [one.cost for one in running if not one.started]
@@ -210,27 +338,40 @@ class Worker:
             blocks=free_blocks - sum(cost.blocks for cost in prefilling),
             prefill_tokens=PREFILL_STEPS * scheduler.max_num_batched_tokens
             - sum(cost.prefill_tokens for cost in prefilling),
-            grants=self._num_grants,
+            grants=num_grants,
             idle=not self._running,
         )
 
-    def _report(self, frames: list[Frame]) -> None:
-        changes, self._block_changes = self._block_changes, []
-        if self._welcome is not None:
-            self._socket.send(Report(self.credits(), self._stats, frames, changes))
+    def _report(
+        self, frames: dict[str, list[Frame]] | None = None, *, to: Iterable[str] | None = None
+    ) -> None:
+        """Send credits and outputs to front ends. `to`: their names; None for all."""
+        for name in tuple(self._front_ends) if to is None else to:
+            front_end = self._front_ends.get(name)
+            if front_end is None or front_end.welcome is None:
+                continue
+            own = frames.get(name, []) if frames is not None else []
+            changes, front_end.block_changes = front_end.block_changes, []
+            report = Report(self.credits(front_end.num_grants), self._stats, own, changes)
+            if not self._servers.send(name, report):
+                logger.warning("the front end '%s' has gone", name)
+                self._forget(name)
 
     async def _beat(self) -> None:
-        """Send a report regularly, and give the front end up when it is silent."""
+        """Send a report regularly, and give a front end up when it is silent."""
         while True:
-            silence = self._welcome.silence if self._welcome is not None else 0.0
-            await asyncio.sleep(min(1.0, silence / 8) if silence else 1.0)
-            self._report([])
-            self._silent_checks += 1
-            if silence and self._silent_checks > 2 * max(8, silence):
-                logger.warning("the front end has not responded for %g s", 2 * silence)
-                self._abort_all()
-                self._hello()
-                self._silent_checks = 0
+            silences = [one.welcome.silence for one in self._front_ends.values() if one.welcome is not None]
+            shortest = min((silence for silence in silences if silence), default=0.0)
+            await asyncio.sleep(min(1.0, shortest / 8) if shortest else 1.0)
+            self._report()
+            for name, front_end in tuple(self._front_ends.items()):
+                front_end.silent_checks += 1
+                silence = front_end.welcome.silence if front_end.welcome is not None else 0.0
+                if silence and front_end.silent_checks > 2 * max(8, silence):
+                    logger.warning("the front end has not responded for %g s", 2 * silence)
+                    self._forget(name)
+                    if name in self._servers.greeted:
+                        self._hello(name)
 
     # -- from the engine ----------------------------------------------------------------------------------------
 
@@ -242,82 +383,122 @@ class Worker:
         match event:
             case StepOutputs(outputs, stats):
                 self._stats = stats
-                self._report(list(self._frames(outputs)))
-                self._changed.set()
+                busy = {running.front_end for running in self._running.values()}
+                self._report(self._frames(outputs), to=busy)
+                self._changed()
             case BlockChanges():
-                self._block_changes.append(event)
+                for front_end in self._front_ends.values():
+                    if front_end.welcome is not None:
+                        front_end.block_changes.append(event)
             case LoraNames(names):
                 self._loras = names
-                self._socket.send(EngineEvent(event))
-            case LoraDone() | Integrity():
-                self._socket.send(EngineEvent(event))
+                self._tell_all(EngineEvent(event))
+            case LoraDone(number):
+                name, own = self._changes.pop(number, ("", number))
+                if name in self._front_ends:
+                    self._servers.send(name, EngineEvent(replace(event, number=own)))
+            case Integrity():
+                self._tell_all(EngineEvent(event))
             case _:
                 logger.error("the engine has sent an unexpected event: %s", type(event).__name__)
 
-    def _frames(self, outputs: list[SequenceOutput]) -> Iterator[Frame]:
+    def _tell_all(self, message: EngineEvent) -> None:
+        for name in tuple(self._front_ends):
+            self._servers.send(name, message)
+
+    def _frames(self, outputs: list[SequenceOutput]) -> dict[str, list[Frame]]:
+        """Return the outputs of a step by front end."""
+        frames: dict[str, list[Frame]] = {}
         for output in outputs:
             running = self._running.get(output.request_id)
             if running is None:
                 continue
             running.started = True
             own = replace(output, request_id=running.request_id)
-            yield Frame(running.attempt, running.sent[output.index], own)
+            frame = Frame(running.attempt, running.sent[output.index], own)
+            frames.setdefault(running.front_end, []).append(frame)
             running.sent[output.index] += len(output.token_ids)
             if output.finish_reason is not None:
                 running.open.discard(output.index)
             if not running.open or output.finish_reason is FinishReason.ERROR:
                 del self._running[output.request_id]
+        return frames
 
-    # -- from the front end -------------------------------------------------------------------------------------
+    # -- from the front ends ------------------------------------------------------------------------------------
 
-    async def _from_front_end(self) -> None:
+    async def _from_front_ends(self) -> None:
         while True:
-            data = await self._socket.receive()
-            self._silent_checks = 0
-            self._obey(to_worker.decode(data))
+            name, data = await self._servers.receive()
+            front_end = self._front_ends.get(name)
+            if front_end is not None:
+                front_end.silent_checks = 0
+            if data is None:
+                logger.warning("messages of the front end '%s' were lost", name)
+                self._forget(name)
+                self._hello(name)
+            else:
+                self._obey(name, to_worker.decode(data))
 
-    def _obey(self, message: ToWorker) -> None:
+    def _obey(self, name: str, message: ToWorker) -> None:
+        match message:
+            case Introduce():
+                self._forget(name)
+                self._hello(name)
+                return
+            case Goodbye():
+                self._forget(name)
+                for known in self._servers.greeted:
+                    self._front_ends[known] = _FrontEnd()
+                return
+            case Refused(reason):
+                self._forget(name)
+                self._servers.refused(name, reason)
+                return
+        front_end = self._front_ends.get(name)
+        if front_end is None:
+            self._hello(name)
+            return
         match message:
             case Welcome():
-                self._welcome = message
-                self._report([])
+                front_end.welcome = message
+                self._report(to=[name])
             case Grant():
-                self._start(message)
+                self._start(name, front_end, message)
             case Cancel(request_id, attempt, index):
-                self._cancel(_engine_id(request_id, attempt), index)
+                self._cancel(_engine_id(name, request_id, attempt), index)
             case Tell(command):
+                if isinstance(command, LoadLora | UnloadLora):
+                    self._num_changes += 1
+                    self._changes[self._num_changes] = name, command.number
+                    command = replace(command, number=self._num_changes)
                 self._channel.send(command)
-            case Introduce():
-                self._abort_all()
-                self._hello()
-            case Goodbye():
-                self._abort_all()
-                self._welcome = None
-            case Refused(reason):
-                raise EngineError(f"the front end at {self._options.address} refuses this worker: {reason}")
             case Ping():
                 pass
 
-    def _start(self, grant: Grant) -> None:
-        self._num_grants += 1
+    def _start(self, name: str, front_end: _FrontEnd, grant: Grant) -> None:
+        front_end.num_grants += 1
         try:
             request = _request_decoder.decode(grant.request)
         except msgspec.MsgspecError as error:
             failed = SequenceOutput.failed(
                 grant.request_id, 0, f"the worker cannot read the request: {error}"
             )
-            self._report([Frame(grant.attempt, 0, failed)])
+            self._report({name: [Frame(grant.attempt, 0, failed)]}, to=[name])
             return
-        engine_id = _engine_id(grant.request_id, grant.attempt)
+        engine_id = _engine_id(name, grant.request_id, grant.attempt)
         count = 1 if request.pooling is not None else request.sampling.num_sequences
         self._running[engine_id] = _Running(
+            front_end=name,
             request_id=grant.request_id,
             attempt=grant.attempt,
             cost=grant.cost,
+            ticket=grant.ticket,
             sent=[len(request.output_token_ids)] * count,
             open=set(range(count)),
         )
+        self._last_grants.append(engine_id)
         self._channel.send(Add(replace(request, request_id=engine_id)))
+        self._changed()
 
     def _cancel(self, engine_id: str, index: int | None) -> None:
         running = self._running.get(engine_id)
@@ -328,12 +509,16 @@ class Worker:
             running.open.discard(index)
         if index is None or not running.open:
             del self._running[engine_id]
+        self._changed()
 
-    def _abort_all(self) -> None:
-        for engine_id in tuple(self._running):
-            self._cancel(engine_id, None)
+    def _forget(self, name: str) -> None:
+        """Abort all requests of a front end."""
+        self._front_ends.pop(name, None)
+        for engine_id, running in tuple(self._running.items()):
+            if running.front_end == name:
+                self._cancel(engine_id, None)
 
 
-def _engine_id(request_id: str, attempt: int) -> str:
+def _engine_id(front_end: str, request_id: str, attempt: int) -> str:
     """Return the id of an attempt in the engine: two attempts of a request can be in one engine for a moment."""
-    return f"{request_id}:{attempt}"
+    return f"{front_end}/{request_id}:{attempt}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -64,12 +65,38 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 5.0
     worker_address: Annotated[
         str | None,
-        Meta(description="Address for workers started by `neso worker`: tcp://HOST:PORT or ipc://PATH."),
+        Meta(
+            description="Address for workers started by `neso worker`: tcp://HOST:PORT, ipc://PATH, or "
+            "nats://HOST:PORT to share workers with other servers."
+        ),
     ] = None
     worker_token_file: Annotated[
         str | None,
-        Meta(description="File with the secret of workers at a tcp:// address, at least 16 characters."),
+        Meta(
+            description="File with the secret of workers at a tcp:// address, at least 16 characters, or the token "
+            "of NATS."
+        ),
     ] = None
+    nats_queue: Annotated[
+        str | None,
+        Meta(
+            description="Name of the queue that the servers and workers of a model share in NATS. Default: name of the "
+            "checkpoint's directory."
+        ),
+    ] = None
+    nats_credentials_file: Annotated[
+        str | None, Meta(description="File with the credentials of a NATS user (JWT and seed).")
+    ] = None
+    nats_ca_file: Annotated[
+        str | None, Meta(description="File with the certificates that verify NATS, for tls:// addresses.")
+    ] = None
+    nats_cert_file: Annotated[str | None, Meta(description="File with the client certificate for NATS.")] = (
+        None
+    )
+    nats_key_file: Annotated[str | None, Meta(description="File with the key of nats_cert_file.")] = None
+    nats_max_requests: Annotated[
+        int, Meta(description="Reject requests while so many of all servers wait or run in the queue.")
+    ] = 10_000
     max_attempts: Annotated[
         int, Meta(description="Number of workers that a request may lose before it fails.")
     ] = 3
@@ -108,13 +135,32 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("ttft_target and itl_target must be given together")
         if self.max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
+        if self.nats_max_requests < 1:
+            raise ValueError(f"nats_max_requests must be at least 1, got {self.nats_max_requests}")
+        if self.nats_queue is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", self.nats_queue):
+            raise ValueError(
+                f"nats_queue must consist of letters, digits, '-' and '_', got '{self.nats_queue}'"
+            )
+        if (self.nats_cert_file is None) != (self.nats_key_file is None):
+            raise ValueError("nats_cert_file and nats_key_file must be given together")
         if self.worker_address is not None:
-            check_address("worker_address", self.worker_address, self.worker_token_file)
+            if not is_nats(self.worker_address):
+                check_address("worker_address", self.worker_address, self.worker_token_file)
+            elif self.ttft_target is not None:
+                raise ValueError(
+                    "ttft_target and itl_target change roles, which is not supported with workers that servers share"
+                )
+
+
+def is_nats(address: str) -> bool:
+    """Whether an address, or a list of addresses separated by commas, is one of NATS."""
+    return all(url.startswith(("nats://", "tls://")) for url in address.split(","))
 
 
 def check_address(option: str, address: str, token_file: str | None) -> None:
     """Raise `ValueError` for an address of another kind, or a tcp:// address without a token."""
     if not address.startswith(("tcp://", "ipc://")):
-        raise ValueError(f"{option} must begin with tcp:// or ipc://, got '{address}'")
+        shown = re.sub(r"//[^/@]*@", "//", address)
+        raise ValueError(f"{option} must begin with tcp:// or ipc://, got '{shown}'")
     if address.startswith("tcp://") and token_file is None:
         raise ValueError(f"{option} {address} needs a file with a token: connections are encrypted with it")
