@@ -12,7 +12,7 @@ $neso serve neso-pilot --host 127.0.0.1 --http-port "$port" --metrics-port $((po
 server=$!
 texts=$(mktemp -d)
 trap 'kill $server; wait $server || true; rm -r "$texts"' EXIT
-until curl -sf "http://127.0.0.1:$port/v2/health/ready"; do sleep 0.2; done
+until curl -sf "http://127.0.0.1:$port/v2/health/ready"; do kill -0 $server; sleep 0.2; done
 
 ask() {  # prints the generated text
     curl -sS "$url" -H 'Content-Type: application/json' -d "{\"model\": \"neso-pilot\", \"temperature\": 0,
