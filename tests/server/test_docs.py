@@ -18,6 +18,7 @@ BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<te
 @pytest.mark.parametrize(
     "name",
     [
+        "guides/cluster-api.md",
         "guides/in-process.md",
         "guides/python-backend.md",
         "guides/model-management.md",
