@@ -16,7 +16,7 @@ find_python() {
 
 check_compiler() {
     if ! command -v "${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
-        echo "neso: a C++ compiler is needed (Debian, Ubuntu: apt-get install g++)" >&2
+        echo "neso: a C++ compiler is needed (Debian, Ubuntu: apt-get install g++), or a wheel of this version in dist/" >&2
         return 1
     fi
 }
@@ -30,29 +30,81 @@ fingerprint() {
     } | cksum
 }
 
+# quietly WHAT COMMAND ...: run the command with its output in .venv/install.log. A terminal shows what it does and for
+# how long; a failure shows the end of the log.
+quietly() {
+    local what="$1" log=.venv/install.log start=$SECONDS status=0 pid
+    shift
+    echo "neso: $what (details: $log)"
+    "$@" >"$log" 2>&1 &
+    pid=$!
+    trap 'kill "$pid"; exit 130' INT TERM
+    while [ -t 1 ] && kill -0 "$pid" 2>/dev/null; do
+        printf '\r\033[K      %d s  %s' $((SECONDS - start)) "$(progress "$log")"
+        sleep 1
+    done
+    wait "$pid" || status=$?
+    trap - INT TERM
+    if [ -t 1 ]; then printf '\r\033[K'; fi
+    if [ "$status" -ne 0 ]; then
+        tail -n 20 "$log" >&2
+        echo "neso: $what failed after $((SECONDS - start)) s; $log has everything" >&2
+        return "$status"
+    fi
+    echo "neso: done in $((SECONDS - start)) s"
+}
+
+# The last package that pip works on, or the compiler's progress, such as [12/48] or [ 25%].
+progress() {
+    grep -aoE '^ *\[ *[0-9]+(/[0-9]+|%)\]|^ *(Collecting|Downloading|Installing collected packages) *[^ ;(<>=!~]*' "$1" |
+        tail -n 1 | sed -E 's/^ *\[/compiling [/; s/-[0-9].*//; s/^ *//'
+}
+
+# The wheel to install instead of compiling; empty if there is none. Looks in dist/ or the folder $NESO_WHEELS. If that
+# is a URL, a page with links to wheels, pip downloads one from there to dist/ first.
+find_wheel() {
+    local folder="${NESO_WHEELS:-dist}"
+    if [[ "$folder" == *://* ]]; then
+        .venv/bin/python -m pip download -q --disable-pip-version-check --no-index --no-deps --only-binary :all: \
+            --find-links "$folder" -d dist neso >&2 || echo "neso: no fitting wheel at $folder" >&2
+        folder=dist
+    fi
+    if compgen -G "$folder/neso-*.whl" >/dev/null; then
+        .venv/bin/python scripts/find_wheel.py "$folder"
+    fi
+}
+
 # The functions below run under `set -e`. Don't call them in `&&`, `||` or `if`: that would disable it inside them,
 # and a failed installation would be marked as complete.
 
+# installed STAMP STATE: the stamp has this state.
+installed() { [ -x .venv/bin/neso ] && [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
+
 # install NAME EXTRAS: pip install the package with these extras unless the stamp of this fingerprint exists. The
-# installation for the tests includes the base installation.
+# installation for the tests includes the base installation. Without extras, a fitting wheel is installed if there is
+# one; otherwise the checkout is compiled, and installed in editable mode.
 install() {
-    local stamp state
+    local state wheel="" pip=(.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt)
     state="$(fingerprint)"
-    for stamp in .venv/.neso-tests ".venv/.neso-$1"; do
-        if [ -x .venv/bin/neso ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then
-            return
-        fi
-    done
-    check_compiler
+    if installed .venv/.neso-tests "$state"; then return; fi
     if [ ! -x .venv/bin/python ]; then
         local python
         python="$(find_python)"
         echo "neso: creating .venv with $("$python" --version)"
         "$python" -m venv .venv
     fi
-    echo "neso: installing${2:+ with $2} (compiling takes about two minutes on two cores, downloads come on top)"
-    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e ".$2"
-    echo "$state" >"$stamp"
+    if [ -z "$2" ]; then wheel="$(find_wheel)"; fi
+    if installed ".venv/.neso-$1" "$state$wheel"; then return; fi
+    rm -f .venv/.neso-base .venv/.neso-tests
+    if [ -n "$wheel" ]; then
+        .venv/bin/python -m pip uninstall -q -y neso 2>/dev/null
+        quietly "installing $wheel, without compiling" "${pip[@]}" "$wheel"
+    else
+        check_compiler
+        quietly "installing${2:+ with $2}; compiling takes about two minutes on two cores, downloads come on top" \
+            "${pip[@]}" -v -e ".$2"
+    fi
+    echo "$state$wheel" >".venv/.neso-$1"
 }
 
 setup_base() { install base ""; }

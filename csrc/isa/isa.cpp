@@ -3,6 +3,9 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -27,27 +30,42 @@ bool request_tile_registers() {
 #endif
 }
 
-// GCC 12's __builtin_cpu_supports does not know AMX, so cpuid leaf 7 is read.
-bool has_amx() {
-    unsigned a = 7, b = 0, c = 0, d = 0;
-    __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
-    constexpr unsigned kAll = kAmxBf16 | kAmxTile | kAmxInt8;
-    return (d & kAll) == kAll && request_tile_registers();
-}
+// What the CPU has and the operating system saves at a context switch. Read by cpuid, because GCC 12's
+// __builtin_cpu_supports does not know AMX, and with zig it knows nothing at all.
+struct Cpu {
+    bool avx2 = false, avx512 = false, avx512_bf16 = false, amx = false;
+
+    Cpu() {
+        unsigned a, b, c, d;
+        constexpr unsigned kFma = 1u << 12, kOsXsave = 1u << 27, kF16c = 1u << 29;
+        if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, kFma | kOsXsave | kF16c)) return;
+        unsigned saved, high;
+        __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+        unsigned max, ignored;
+        if (!__get_cpuid_count(7, 0, &max, &b, &c, &d)) return;
+        constexpr unsigned kAvx2 = 1u << 5, kAvxState = 0x6;
+        avx2 = has(b, kAvx2) && has(saved, kAvxState);
+        constexpr unsigned kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31, kAvx512State = 0xe6;
+        avx512 = avx2 && has(b, kF | kDq | kBw | kVl) && has(saved, kAvx512State);
+        constexpr unsigned kVnni = 1u << 11, kBf16 = 1u << 5;
+        avx512_bf16 = avx512 && has(c, kVnni) && max >= 1 && __get_cpuid_count(7, 1, &a, &ignored, &ignored, &ignored) &&
+                      has(a, kBf16);
+        constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25, kTileState = 0x60000;
+        amx = avx512_bf16 && has(d, kAmxBf16 | kAmxTile | kAmxInt8) && has(saved, kTileState) &&
+              request_tile_registers();
+    }
+
+    static bool has(unsigned value, unsigned bits) { return (value & bits) == bits; }
+};
 
 bool supports(Isa isa) {
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    static const Cpu cpu;
     switch (isa) {
         case Isa::generic: return true;
-        case Isa::avx2: return avx2;
-        case Isa::avx512: return avx512;
-        case Isa::avx512_bf16: return bf16;
-        case Isa::amx: return bf16 && has_amx();
+        case Isa::avx2: return cpu.avx2;
+        case Isa::avx512: return cpu.avx512;
+        case Isa::avx512_bf16: return cpu.avx512_bf16;
+        case Isa::amx: return cpu.amx;
     }
     return false;
 }

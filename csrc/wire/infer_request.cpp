@@ -260,7 +260,7 @@ Reference read_elements(Reader& reader, const Shape& shape) {
     if (!good || static_cast<std::int64_t>(elements.size()) != shape.count) return {};
     Reference buffer(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(elements.size() * sizeof(T))));
     if (buffer && !elements.empty()) {
-        char* out = PyByteArray_AS_STRING(buffer.get());
+        char* out = PyByteArray_AsString(buffer.get());
         if constexpr (std::is_same_v<T, bool>)
             std::copy(elements.begin(), elements.end(), reinterpret_cast<bool*>(out));
         else
@@ -278,10 +278,10 @@ Reference read_strings(Reader& reader, const Shape& shape) {
         if (!reader.string(element) || !text(element)) return false;
         Reference item = bytes(element);
         if (!item || PyList_Append(list.get(), item.get()) != 0) return false;
-        let_others_run(PyList_GET_SIZE(list.get()));
-        return PyList_GET_SIZE(list.get()) <= kMaxStrings;
+        let_others_run(PyList_Size(list.get()));
+        return PyList_Size(list.get()) <= kMaxStrings;
     });
-    if (!good || PyList_GET_SIZE(list.get()) != shape.count) return {};
+    if (!good || PyList_Size(list.get()) != shape.count) return {};
     return list;
 }
 
@@ -317,7 +317,7 @@ Reference as_tuple(const Shape& shape) {
     for (std::size_t i = 0; tuple && i < shape.rank; ++i) {
         PyObject* extent = PyLong_FromLongLong(shape.extents[i]);
         if (extent == nullptr) return {};
-        PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), extent);
+        PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), extent);
     }
     return tuple;
 }

@@ -138,9 +138,9 @@ PyObject* write_plain_infer(PyObject* id, PyObject* model_name, PyObject* model_
     good = good && write_text(json, model_version);
     json.raw(",\"outputs\":[");
     Py_ssize_t room = kMaxBytes;
-    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(outputs); ++i) {
+    for (Py_ssize_t i = 0; good && i < PyList_Size(outputs); ++i) {
         if (i != 0) json.raw(",");
-        good = write_output(json, blobs, room, PyList_GET_ITEM(outputs, i), binary, binary_by_default);
+        good = write_output(json, blobs, room, PyList_GetItem(outputs, i), binary, binary_by_default);
     }
     json.raw("]}");
     PyObject* result = nullptr;

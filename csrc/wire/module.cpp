@@ -1,5 +1,7 @@
 // Extension module `_wire`: fast paths that parse common requests and write common responses in one call.
 
+#include <cstdio>  // nanobind uses stderr, which Python.h declares only outside the stable ABI
+
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -45,7 +47,7 @@ nb::bytes join(const std::vector<std::string_view>& parts) {
     for (const auto& part : parts) size += part.size();
     nb::bytes joined = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
     if (!joined.is_valid()) throw nb::python_error();
-    char* pos = PyBytes_AS_STRING(joined.ptr());
+    char* pos = PyBytes_AsString(joined.ptr());
     for (const auto& part : parts) pos = std::copy(part.begin(), part.end(), pos);
     return joined;
 }

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import platform
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -33,6 +37,18 @@ def isa(request: pytest.FixtureRequest) -> str:
     if request.param not in _native.supported_isas():
         pytest.skip(f"this CPU has no {request.param}")
     return str(request.param)
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or sys.platform != "linux", reason="reads Linux's list of CPU flags"
+)
+def test_instruction_sets_are_those_of_the_cpu():
+    flags = set(re.search(r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())
+    needed = {"generic": set(), "avx2": {"avx2", "fma", "f16c"}}
+    needed["avx512"] = needed["avx2"] | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    needed["avx512_bf16"] = needed["avx512"] | {"avx512_bf16", "avx512_vnni"}
+    needed["amx"] = needed["avx512_bf16"] | {"amx_tile", "amx_bf16", "amx_int8"}
+    assert set(_native.supported_isas()) == {isa for isa in ALL_ISAS if needed[isa] <= flags}
 
 
 def packer(kind: Kind = "f32", **options: Any) -> Packer:
