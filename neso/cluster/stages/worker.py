@@ -275,17 +275,20 @@ class StageAgent:
     def _submit(self, task: Task, request: InferenceRequest) -> None:
         key = task.number, task.attempt
         stream = self._model.submit(request)
-        self._running[key] = stream
-        self._sinks[key] = self._sink(task, stream)
+        sink = self._sink(task, stream)
+        self._running[key], self._sinks[key] = stream, sink
         self._idle.clear()
-        stream.consume(self._sinks[key])
+        stream.consume(sink)
 
     def _sink(self, task: Task, stream: ResponseStream) -> Callable[[InferenceResponse], None]:
+        key = task.number, task.attempt
+
         def receive(response: InferenceResponse) -> None:
+            if self._running.get(key) is not stream:
+                return  # the server has given this worker up: it would not free what is kept
             durations = None
             if response.final:
-                self._running.pop((task.number, task.attempt), None)
-                self._sinks.pop((task.number, task.attempt), None)
+                del self._running[key], self._sinks[key]
                 self._check_idle()
                 _, *stages = stream.timeline.stages(time.monotonic_ns())
                 durations = (stages[0], stages[1], stages[2])
