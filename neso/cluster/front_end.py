@@ -255,7 +255,7 @@ class ClusterChannel(EngineChannel):
         ticket = self._pulls.granted(job, worker)
         self._send_grant(job, worker, self.queue.grant(job, worker), request, ticket)
         self.counters.grants += 1
-        for index in range(job.num_sequences):
+        for index in range(len(job.delivered.tokens)):
             if index not in job.delivered.open:
                 self.connections.send(worker.name, Cancel(job.id, job.attempt, index))
 

@@ -39,9 +39,9 @@ class WrongContinuation(Exception):
 class Delivered:
     """What was delivered of a request: the front end passes on each token once, whatever attempts send."""
 
-    def __init__(self, num_sequences: int) -> None:
-        self.tokens: list[list[int]] = [[] for _ in range(num_sequences)]
-        self.open = set(range(num_sequences))
+    def __init__(self, num_outputs: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(num_outputs)]
+        self.open = set(range(num_outputs))
         """Indices of sequences that have not ended."""
         self._prompt_logprobs = 0
         self._context_bytes = 0
@@ -132,7 +132,7 @@ class Job:
     def __init__(self, request: EngineRequest, keys: PrefixKeys | None, arrived: float) -> None:
         self.request, self.keys, self.arrived = request, keys, arrived
         self.num_sequences = 1 if request.pooling is not None else request.sampling.num_sequences
-        self.delivered = Delivered(self.num_sequences)
+        self.delivered = Delivered(1 if request.pooling is not None else request.sampling.num_outputs)
         self.attempt = 1
         self.worker: WorkerState | None = None
         self.entry: QueuedSequence | None = None

@@ -166,7 +166,10 @@ class _FrontEnd:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in the engine. `sent`: number of tokens of each sequence that were sent to the front end."""
+    """A request in the engine.
+
+    `sent`: number of tokens of each sequence that were sent to the front end; `hidden`: beams that output nothing.
+    """
 
     front_end: str
     request_id: str
@@ -174,6 +177,7 @@ class _Running:
     cost: Cost
     ticket: str
     sent: list[int]
+    hidden: int
     open: set[int] = field(default_factory=set)
     started: bool = False
 
@@ -334,7 +338,7 @@ class Worker:
         prefilling = [one.cost for one in running if not one.started]
         free_blocks = self._stats.num_blocks - self._stats.num_used_blocks
         return Credits(
-            sequences=info.max_num_seqs - sum(len(one.open) for one in running),
+            sequences=info.max_num_seqs - sum(len(one.open) + one.hidden for one in running),
             blocks=free_blocks - sum(cost.blocks for cost in prefilling),
             prefill_tokens=PREFILL_STEPS * scheduler.max_num_batched_tokens
             - sum(cost.prefill_tokens for cost in prefilling),
@@ -486,7 +490,7 @@ class Worker:
             self._report({name: [Frame(grant.attempt, 0, failed)]}, to=[name])
             return
         engine_id = _engine_id(name, grant.request_id, grant.attempt)
-        count = 1 if request.pooling is not None else request.sampling.num_sequences
+        count = 1 if request.pooling is not None else request.sampling.num_outputs
         self._running[engine_id] = _Running(
             front_end=name,
             request_id=grant.request_id,
@@ -494,6 +498,7 @@ class Worker:
             cost=grant.cost,
             ticket=grant.ticket,
             sent=[len(request.output_token_ids)] * count,
+            hidden=0 if request.pooling is not None else request.sampling.num_sequences - count,
             open=set(range(count)),
         )
         self._last_grants.append(engine_id)

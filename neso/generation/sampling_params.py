@@ -179,6 +179,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return max(self.n, self.best_of or 1, self.beam_width)
 
     @property
+    def num_outputs(self) -> int:
+        """Number of sequences that an engine outputs: the best `n` beams, or all others, of which `n` are returned."""
+        return self.n if self.beam_width > 1 else self.num_sequences
+
+    @property
     def num_logprobs(self) -> int | None:
         """`logprobs`; 0 (only the sampled tokens) if best_of needs them for its ranking."""
         return 0 if self.logprobs is None and (self.best_of or 0) > self.n else self.logprobs

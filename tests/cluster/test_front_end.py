@@ -204,6 +204,18 @@ async def test_request_with_several_outputs_starts_again_and_each_token_is_deliv
     await until(lambda: front_end.tokens("a") == [7, 8, 5, 9, 6])
 
 
+async def test_beam_request_ends_after_the_beams_that_are_returned(start: Start):
+    """The engine outputs the best n beams: a place that was kept for the others would never be free again."""
+    front_end = await start()
+    worker = await front_end.join("w")
+    front_end.add("a", sampling=SamplingParams(beam_width=3, n=2))
+    await until(lambda: worker.grants)
+    assert worker.grants[0].cost.sequences == 3
+    worker.report(*(worker.frame([7, index], finished=True, index=index) for index in range(2)))
+    await until(lambda: not front_end.channel.queue.jobs)
+    assert not front_end.channel.workers[0].num_sequences and not worker.cancels()
+
+
 async def test_outputs_of_an_earlier_attempt_are_dropped(start: Start):
     front_end = await start()
     first = await front_end.join("first")
