@@ -1,29 +1,31 @@
-"""Two prefill and two decode workers in real processes give the results of one engine."""
+"""Two prefill and two decode workers in real processes give the results of one engine, whatever is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from eventually import until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from checkpoints import make_checkpoint
-from request_mix import Answer, AnyRequest, Files, with_prompt
+from request_mix import Answer, AnyRequest, Files
 
 from neso.cluster.cluster_engine import ClusterEngine
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
-from neso.generation import InvalidParameter, LoraRequest, PoolingRequest
+from neso.generation import GenerationRequest, InvalidParameter, PoolingRequest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SMALL: dict[str, Any] = {
     "runner": "native",
@@ -44,17 +46,29 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 class Cluster:
-    """The engine on workers."""
+    """The engine on workers, which are started again when they end."""
 
     def __init__(self, engine: ClusterEngine, files: Files) -> None:
         self.engine, self.files = engine, files
+        self._restarts: set[asyncio.Task[Any]] = set()
+        engine.local.on_dead(self._restart)
+
+    def _restart(self, number: int, reason: str) -> None:
+        self._restarts.add(asyncio.create_task(self.engine.local.restart(number)))
 
     @property
     def counters(self) -> Any:
         return self.engine.cluster.counters
 
-    async def run(self, request: AnyRequest) -> Answer:
-        """Return the results of a request."""
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Return the process of a worker, and that of its engine."""
+        for child in psutil.Process().children():
+            if f'"name":"{name}"' in child.cmdline()[-1]:
+                return [child, *child.children()]
+        raise AssertionError(f"worker '{name}' does not run")
+
+    async def run(self, name: str, request: AnyRequest, outputs: list[str] | None = None) -> Answer:
+        """Return the results of a request; each output appends to `outputs`."""
         answer = Answer()
         try:
             if isinstance(request, PoolingRequest):
@@ -62,32 +76,35 @@ class Cluster:
                 return answer
             async for output in self.engine.generate(request):
                 answer.take(output)
+                if outputs is not None:
+                    outputs.append(name)
         except (EngineError, InvalidParameter) as error:
             answer.error = str(error)
         return answer
 
-    async def compare(self, names: Sequence[str]) -> None:
+    async def compare(self, names: Sequence[str], outputs: list[str] | None = None) -> None:
         """Run requests of the catalogue at the same time, and compare with one engine that runs each alone."""
         requests = self.files.catalogue()
-        answers = await asyncio.gather(*(self.run(requests[name]) for name in names))
+        answers = await asyncio.gather(*(self.run(name, requests[name], outputs) for name in names))
         for name, answer in zip(names, answers, strict=True):
             answer.assert_equal(self.files.alone(name, "native", False), name)
 
     async def complete(self) -> None:
         """Wait until all workers run and nothing is left of the requests."""
         workers = self.engine.cluster
-        await until(lambda: len(workers.workers) == 4, 60)
-        await until(lambda: not any(one.exports or one.num_sequences for one in workers.workers), 60)
+        await until(lambda: len(workers.workers) == 4, 120)
+        await until(lambda: not any(one.exports or one.num_sequences for one in workers.workers), 120)
         stats = await self.engine.check_integrity()
         assert not workers.queue.jobs and stats.num_requests == 0
 
     async def close(self) -> None:
+        await asyncio.gather(*self._restarts)
         await self.engine.stop()
 
 
 @asynccontextmanager
-async def running(files: Files) -> AsyncIterator[Cluster]:
-    config = EngineConfig.from_options(str(files.same), files.engine_options(SMALL))
+async def running(files: Files, **options: Any) -> AsyncIterator[Cluster]:
+    config = EngineConfig.from_options(str(files.same), files.engine_options({**SMALL, **options}))
     cluster = Cluster(await ClusterEngine.open(config), files)
     try:
         yield cluster
@@ -108,6 +125,31 @@ async def test_every_feature_gives_the_results_of_one_engine(files: Files):
         await cluster.compare(names[:20])  # the prompts are cached now
         assert cluster.engine.cluster.stats().prefix_hit_tokens > hits
         await cluster.complete()
-        refused = with_prompt("short", {}, lora=LoraRequest(name="c", path=files.adapters["a"]))
-        answer = await cluster.run(refused)
-        assert "adapters in a request are not supported with workers" in answer.error
+
+
+LOSSES = [
+    # worker, whether its engine process, signal, number of outputs before it
+    ("prefill-0", False, signal.SIGKILL, 0),
+    ("prefill-1", True, signal.SIGSTOP, 3),
+    ("decode-2", False, signal.SIGKILL, 1),
+    ("decode-3", False, signal.SIGSTOP, 20),
+    ("prefill-0", True, signal.SIGKILL, 8),
+    ("decode-3", True, signal.SIGKILL, 5),
+]
+
+
+async def test_every_request_ends_once_with_its_tokens_if_processes_are_lost(files: Files):
+    requests = files.catalogue()
+    names = [name for name in requests if isinstance(requests[name], GenerationRequest)]
+    async with running(files, heartbeat_timeout=6.0, max_attempts=20) as cluster:
+        for number, (worker, of_engine, which, count) in enumerate(LOSSES):
+            chosen = random.Random(number).sample(names, 16)
+            outputs: list[str] = []
+            lost = cluster.counters.lost_workers
+            comparing = asyncio.create_task(cluster.compare(chosen, outputs))
+            await until(lambda count=count, outputs=outputs: len(outputs) >= count, 120)
+            cluster.processes(worker)[of_engine].send_signal(which)
+            await comparing
+            await until(lambda lost=lost: cluster.counters.lost_workers > lost, 120)
+            await cluster.complete()
+        assert cluster.counters.failed == 0
