@@ -38,21 +38,9 @@ class Platform:
 
 
 PLATFORMS = {
-    "linux-x86_64": Platform(
-        "x86_64-linux-gnu.2.28",
-        "linux-x86_64",
-        "x86_64-linux-gnu",
-        "Linux",
-        "x86_64",
-        "manylinux_2_28_x86_64",
-    ),
+    "linux-x86_64": Platform("x86_64-linux-gnu.2.28", "linux-x86_64", "x86_64-linux-gnu", "Linux", "x86_64"),
     "linux-aarch64": Platform(
-        "aarch64-linux-gnu.2.28",
-        "linux-aarch64",
-        "aarch64-linux-gnu",
-        "Linux",
-        "aarch64",
-        "manylinux_2_28_aarch64",
+        "aarch64-linux-gnu.2.28", "linux-aarch64", "aarch64-linux-gnu", "Linux", "aarch64"
     ),
     "macos-arm64": Platform("aarch64-macos.13.0", "macosx-13.0-arm64", "darwin", "Darwin", "arm64"),
 }
@@ -103,14 +91,10 @@ class Interpreter:
         """A virtual environment with these packages at the versions of constraints.txt."""
         where = WORK / "tools" / self.tag
         if not (where / "bin" / "python").exists():
-            run([self.path, "-m", "venv", where])
+            subprocess.run([self.path, "-m", "venv", where], check=True)
         pip = [where / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        run([*pip, "-c", ROOT / "constraints.txt", *packages])
+        subprocess.run([*pip, "-c", ROOT / "constraints.txt", *packages], check=True)
         return where
-
-
-def run(command: list[str | Path], **environment: str) -> None:
-    subprocess.run([str(part) for part in command], check=True, env={**os.environ, **environment})
 
 
 def write_compiler(tools: Path, name: str, platform: Platform) -> Path:
@@ -134,6 +118,8 @@ def write_compiler(tools: Path, name: str, platform: Platform) -> Path:
         f'set(CMAKE_AR "{folder}/ar" CACHE FILEPATH "")\n'
         f'set(CMAKE_RANLIB "{folder}/ranlib" CACHE FILEPATH "")\n'
         "set(CMAKE_CXX_SCAN_FOR_MODULES OFF)\n"
+        # nanobind uses stderr, which Python.h and zig's C++ library declare only outside the stable ABI.
+        'set(CMAKE_CXX_FLAGS_INIT "-include cstdio")\n'
         # The interpreter is one of this machine; everything else that CMake searches would be of the wrong platform.
         "set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)\n"
     )
@@ -156,18 +142,8 @@ def build(interpreter: Interpreter, name: str, tools: Path, out: Path) -> Path:
         **({"wheel.py-api": "cp312"} if stable else {}),
     }
     log = WORK / f"{name}-{interpreter.tag}.log"
-    command = [
-        python,
-        "-m",
-        "pip",
-        "wheel",
-        "--verbose",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        raw,
-        ROOT,
-    ]
+    pip = [python, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation"]
+    command = [*pip, "-w", raw, ROOT]
     for key, value in settings.items():
         command += ["-C", f"{key}={value}"]
     environment = {
@@ -179,25 +155,17 @@ def build(interpreter: Interpreter, name: str, tools: Path, out: Path) -> Path:
         "ZIG_GLOBAL_CACHE_DIR": str(WORK / "zig-cache"),
     }
     with log.open("w") as output:
-        made = subprocess.run([str(part) for part in command], stdout=output, stderr=output, env=environment)
+        made = subprocess.run(command, stdout=output, stderr=output, env=environment)
     if made.returncode != 0:
         sys.stderr.writelines(log.read_text().splitlines(keepends=True)[-40:])
         raise SystemExit(f"building for {name}, Python {interpreter.version} failed; {log} has everything")
     (wheel,) = raw.glob("*.whl")
     if platform.system == "Linux":
-        # Checks that the wheel needs nothing outside the manylinux policy, and gives it the policy's tag.
-        repair = [
-            tools / "bin" / "auditwheel",
-            "repair",
-            "--plat",
-            platform.wheel,
-            "--only-plat",
-            "-w",
-            raw,
-            wheel,
-        ]
-        run(repair, PATH=environment["PATH"])
-        (wheel,) = raw.glob(f"*-{platform.wheel}.whl")
+        # Gives the wheel the tag of the oldest manylinux policy that it satisfies, and fails if there is none. "auto",
+        # because auditwheel takes other names only for the architecture of this machine.
+        repair = [tools / "bin" / "auditwheel", "repair", "--plat", "auto", "--only-plat", "-w", raw, wheel]
+        subprocess.run(repair, check=True, env=environment)
+        (wheel,) = raw.glob("*-manylinux_*.whl")
     out.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy2(wheel, out))
 

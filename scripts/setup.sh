@@ -60,18 +60,24 @@ progress() {
         tail -n 1 | sed -E 's/^ *\[/compiling [/; s/-[0-9].*//; s/^ *//'
 }
 
-# The wheel to install instead of compiling; empty if there is none. Looks in dist/ or the folder $NESO_WHEELS. If that
-# is a URL, a page with links to wheels, pip downloads one from there to dist/ first.
+# The wheel to install instead of compiling; empty if there is none. It is in dist/ or the folder $NESO_WHEELS. If that is
+# a URL, a page with links to wheels, pip downloads one from there to dist/, unless one in dist/ fits.
 find_wheel() {
     local folder="${NESO_WHEELS:-dist}"
     if [[ "$folder" == *://* ]]; then
-        .venv/bin/python -m pip download -q --disable-pip-version-check --no-index --no-deps --only-binary :all: \
-            --find-links "$folder" -d dist neso >&2 || echo "neso: no fitting wheel at $folder" >&2
+        local page="$folder"
         folder=dist
+        if [ -z "$(fitting_wheel dist)" ]; then
+            .venv/bin/python -m pip download -q --disable-pip-version-check --no-index --no-deps --only-binary :all: \
+                --find-links "$page" -d dist "neso==$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)" >&2 ||
+                echo "neso: no fitting wheel at $page" >&2
+        fi
     fi
-    if compgen -G "$folder/neso-*.whl" >/dev/null; then
-        .venv/bin/python scripts/find_wheel.py "$folder"
-    fi
+    fitting_wheel "$folder"
+}
+
+fitting_wheel() {
+    if compgen -G "$1/neso-*.whl" >/dev/null; then .venv/bin/python scripts/find_wheel.py "$1"; fi
 }
 
 # The functions below run under `set -e`. Don't call them in `&&`, `||` or `if`: that would disable it inside them,

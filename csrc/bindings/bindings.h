@@ -1,8 +1,6 @@
 // Declarations shared by the parts of the extension module.
 #pragma once
 
-#include <cstdio>  // nanobind uses stderr, which Python.h declares only outside the stable ABI
-
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

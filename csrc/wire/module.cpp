@@ -1,7 +1,5 @@
 // Extension module `_wire`: fast paths that parse common requests and write common responses in one call.
 
-#include <cstdio>  // nanobind uses stderr, which Python.h declares only outside the stable ABI
-
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
