@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import multiprocessing
 import shutil
 import socket as socketlib
@@ -21,10 +22,9 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import nats
-import nats.errors
 import zmq
 import zmq.asyncio
 from smoke import parse_arguments
@@ -183,6 +183,9 @@ async def through_sockets(directory: str, requests: int) -> tuple[float, float, 
 
 async def through_nats(url: str, requests: int) -> tuple[float, float, float]:
     """Measure a request and its reply over core NATS."""
+    import nats
+    import nats.errors
+
     client = await nats.connect(url)
     process = multiprocessing.get_context("spawn").Process(target=nats_echo, args=(url,), daemon=True)
     process.start()
@@ -206,11 +209,12 @@ async def through_nats(url: str, requests: int) -> tuple[float, float, float]:
 
 def nats_echo(url: str) -> None:
     """Answer each request with its content."""
+    import nats
 
     async def serve() -> None:
         client = await nats.connect(url)
 
-        async def answer(message: nats.aio.msg.Msg) -> None:
+        async def answer(message: Any) -> None:
             await message.respond(message.data)
 
         await client.subscribe("bench.echo", cb=answer)
@@ -220,9 +224,9 @@ def nats_echo(url: str) -> None:
 
 
 def start_nats(directory: str) -> tuple[subprocess.Popen[bytes], str] | None:
-    """Start nats-server and return its URL; None if it is not installed."""
-    if shutil.which("nats-server") is None:
-        print("nats-server is not installed: the queue in NATS is not measured")
+    """Start nats-server and return its URL; None if it or its client is not installed."""
+    if shutil.which("nats-server") is None or importlib.util.find_spec("nats") is None:
+        print("nats-server or nats-py is not installed: the queue in NATS is not measured")
         return None
     with socketlib.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
