@@ -42,10 +42,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 256
     max_tracked_blocks: Annotated[
         int,
-        Meta(
-            description="Number of prefix-cache blocks per worker that the server knows by the worker's reports."
-            " The cache of a worker with more blocks is estimated; 0: of all workers."
-        ),
+        Meta(description="Most blocks of a worker's cache that it reports; a larger cache is estimated."),
     ] = DEFAULT_TRACKED_BLOCKS
     max_queue_seconds: Annotated[
         float | None,
@@ -66,23 +63,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_address: Annotated[
         str | None,
         Meta(
-            description="Address for workers started by `neso worker`: tcp://HOST:PORT, ipc://PATH, or "
-            "nats://HOST:PORT to share workers with other servers."
+            description="Address for `neso worker`: tcp://HOST:PORT, ipc://PATH, or nats://HOST:PORT (shared)."
         ),
     ] = None
     worker_token_file: Annotated[
         str | None,
-        Meta(
-            description="File with the secret of workers at a tcp:// address, at least 16 characters, or the token "
-            "of NATS."
-        ),
+        Meta(description="File with the secret for tcp:// (at least 16 characters) or the token of NATS."),
     ] = None
     nats_queue: Annotated[
         str | None,
-        Meta(
-            description="Name of the queue that the servers and workers of a model share in NATS. Default: name of the "
-            "checkpoint's directory."
-        ),
+        Meta(description="Queue in NATS of a model's servers and workers. Default: its directory's name."),
     ] = None
     nats_credentials_file: Annotated[
         str | None, Meta(description="File with the credentials of a NATS user (JWT and seed).")

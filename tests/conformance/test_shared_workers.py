@@ -16,6 +16,7 @@ from cluster_server import MODEL, ClusterServer
 from eventually import wait_until
 from server_process import ServerProcess
 from shared_workers import Nats, Process, needs_nats, worker
+from step_pace import slow_children
 
 import neso
 
@@ -167,7 +168,8 @@ def test_worker_with_another_model_is_refused(cluster: Cluster):
     assert f"the queue '{MODEL}' at {cluster.nats.url} is used for another checkpoint" in other.output
 
 
-def test_full_queue_rejects_requests(cluster: Cluster):
+def test_full_queue_rejects_requests(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    slow_children(monkeypatch, tmp_path)  # the first request must run when the second one arrives
     options = ("--engine-config=nats_queue=small", "--engine-config=nats_max_requests=1")
     one = worker(cluster.nats.url, "small", "--engine-config=nats_queue=small")
     try:

@@ -24,7 +24,6 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_via: Annotated[
         Via,
         Meta(
-            description="How blocks are read: auto (shared memory on one host, else NIXL, else messages), "
-            "shm, nixl or messages."
+            description="How blocks are read: auto (the first that both sides have), shm, nixl or messages."
         ),
     ] = "auto"
