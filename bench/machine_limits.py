@@ -68,7 +68,7 @@ class MachineLimits:
 
 
 def best_seconds(function: Callable[[], object], least: float = 0.4, runs: int = 4) -> float:
-    """Return the shortest duration, see `neso.engine.diagnostics.machine_speed`; of one run with smoke sizes."""
+    """Return the duration that `machine_speed.best_seconds` measures; with smoke sizes, of a single run."""
     return machine_speed.best_seconds(function, 0.0 if _smoke else least, 1 if _smoke else runs)
 
 

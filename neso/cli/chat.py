@@ -124,7 +124,7 @@ def _first_model(server: ChatServer) -> str:
 class ChatSession:
     """A conversation. `fields` are further fields of the requests; answers are written to `out`.
 
-    Answers are cut at control characters, so that a model cannot control the terminal.
+    Control characters are removed from answers, so that a model cannot control the terminal.
     """
 
     def __init__(

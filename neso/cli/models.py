@@ -37,8 +37,7 @@ def models(
     served, failure = _served(url)
     local = [*shipped_models(), *cached_models()]
     if as_json:
-        served_json = None if served is None else served
-        print(json.dumps({"served": served_json, "local": [asdict(model) for model in local]}, indent=2))
+        print(json.dumps({"served": served, "local": [asdict(model) for model in local]}, indent=2))
         return
     from rich.console import Console
     from rich.table import Table

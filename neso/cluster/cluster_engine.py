@@ -16,7 +16,7 @@ from neso.cluster.jetstream.front_end import NatsFrontEndSocket
 from neso.cluster.jetstream.ticket_pulls import TicketPulls
 from neso.cluster.local_worker import LocalWorker
 from neso.cluster.messages import Hello
-from neso.cluster.sockets import FrontEndSocket, read_token
+from neso.cluster.sockets import listen_for_workers, read_token
 from neso.cluster.work_queue import WorkerState
 from neso.cluster.worker import WorkerOptions, checkpoint_digest, default_name, worker_config
 from neso.engine.client.async_engine import AsyncEngine
@@ -128,18 +128,10 @@ async def _listen(config: EngineConfig, digest: str, directory: Path) -> tuple[C
     """Open a queue in this process. Returns also the address for workers of this host. Raises `EngineError`."""
     options = config.cluster
     token = read_token(options.worker_token_file)
-    sockets = [FrontEndSocket()]
-    try:
-        local_address = sockets[0].listen(f"ipc://{directory}/front-end")
-        if options.worker_address is not None:
-            sockets.append(FrontEndSocket())
-            address = sockets[1].listen(options.worker_address, token)
-            logger.info("workers can join at %s", address)
-    except EngineError:
-        for socket in sockets:
-            socket.close()
-        raise
-    return ClusterChannel(config, digest, sockets), local_address
+    sockets, addresses = listen_for_workers(directory, options.worker_address, token)
+    for address in addresses[1:]:
+        logger.info("workers can join at %s", address)
+    return ClusterChannel(config, digest, sockets), addresses[0]
 
 
 def _nats_options(config: EngineConfig) -> NatsOptions | None:

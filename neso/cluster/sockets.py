@@ -109,6 +109,26 @@ class FrontEndSocket:
         self._socket.close(linger=1000)
 
 
+def listen_for_workers(
+    directory: Path, address: str | None, token: str | None
+) -> tuple[list[FrontEndSocket], list[str]]:
+    """Listen for the workers of this host at a socket in `directory`, and for others at `address` if it is given.
+
+    Returns the sockets and their addresses, with the ports that were chosen. Raises `EngineError`.
+    """
+    sockets = [FrontEndSocket()]
+    try:
+        addresses = [sockets[0].listen(f"ipc://{directory}/front-end")]
+        if address is not None:
+            sockets.append(FrontEndSocket())
+            addresses.append(sockets[1].listen(address, token))
+    except EngineError:
+        for socket in sockets:
+            socket.close()
+        raise
+    return sockets, addresses
+
+
 class WorkerSocket:
     """A worker's connection to a front end. It is restored by itself when it breaks."""
 

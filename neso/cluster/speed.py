@@ -37,7 +37,7 @@ class StepTime:
         return self.size / self.weight if self.weight else 0.0
 
     def seconds_for(self, size: float) -> float:
-        """Return the time for this size by the line; 0 with too few observations."""
+        """Return the seconds that the fitted line predicts for a size; 0 with too few observations."""
         if self.weight < _MIN_WEIGHT:
             return 0.0
         mean = self.seconds / self.weight
@@ -45,7 +45,7 @@ class StepTime:
 
     @property
     def slope(self) -> float:
-        """Seconds per unit of size: the mean seconds by the mean size if all sizes were similar, 0 if none is known."""
+        """Seconds per unit of size. Mean seconds / mean size if the sizes hardly differ; 0 without observations."""
         if not self.size:
             return 0.0
         spread = self.weight * self.size_squared - self.size * self.size

@@ -136,32 +136,31 @@ def test_pipelined_requests(server: AttackedServer) -> None:
     server.attack(pipelined_requests_without_reading).check(limit_mib=16 * 1.5)
 
 
+def request_without_reading(server: AttackedServer, model: str) -> None:
+    """Request four event streams and read none of them until the server must have closed them."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            connection = stack.enter_context(connect(server))
+            connection.sendall(post(f"/v2/models/{model}/generate_stream", {"IN": [NUM_RESPONSES]}))
+        time.sleep(3 * WRITE_TIMEOUT)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_event_streams_of_a_decoupled_model(server: AttackedServer, model: str) -> None:
-    def event_streams_without_reading() -> None:
-        with contextlib.ExitStack() as stack:
-            for _ in range(4):
-                connection = stack.enter_context(connect(server))
-                connection.sendall(post(f"/v2/models/{model}/generate_stream", {"IN": [NUM_RESPONSES]}))
-            time.sleep(3 * WRITE_TIMEOUT)
-
-    server.attack(event_streams_without_reading, f"event streams of {model}").check(limit_mib=4 * 16)
+    server.attack(lambda: request_without_reading(server, model), f"event streams of {model}").check(
+        limit_mib=4 * 16
+    )
     assert_serves(server, model)
 
 
 @pytest.mark.parametrize("model", FORWARDING)
 def test_event_streams_of_a_model_that_passes_on_responses(server: AttackedServer, model: str) -> None:
-    def event_streams_without_reading() -> None:
-        with contextlib.ExitStack() as stack:
-            for _ in range(4):
-                connection = stack.enter_context(connect(server))
-                connection.sendall(post(f"/v2/models/{model}/generate_stream", {"IN": [NUM_RESPONSES]}))
-            time.sleep(3 * WRITE_TIMEOUT)
-
     # Responses that wait for the calling model, and those that it keeps for a second loop. The shared memory of a
     # process counts in both processes, and strings are copied from it.
     limit_mib = 4 * (CALL_BACKLOG_MIB + 16) * (3 if model == "forward_process" else 1)
-    server.attack(event_streams_without_reading, f"event streams of {model}").check(limit_mib)
+    server.attack(lambda: request_without_reading(server, model), f"event streams of {model}").check(
+        limit_mib
+    )
     assert_serves(server, model)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from openai import OpenAI
 from server_process import ServerProcess
 
+import neso
+
 MODEL = "neso-pilot"
 
 
@@ -37,3 +39,15 @@ class ClusterServer:
             if number == 5 and started is not None:
                 started()
         return text
+
+
+def texts_of_one_engine(
+    prompts: list[str], length: int, samplings: dict[str, dict[str, Any]]
+) -> dict[str, list[str]]:
+    """Return the texts of all prompts, by name of the sampling, of an engine in this process."""
+    llm = neso.LLM(MODEL, num_blocks=256)
+    results = {}
+    for name, sampling in samplings.items():
+        params = neso.SamplingParams(max_tokens=length, ignore_eos=True, **sampling)
+        results[name] = [result.outputs[0].text for result in llm.generate(prompts, params, progress=False)]
+    return results

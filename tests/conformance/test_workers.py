@@ -13,12 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster_server import MODEL, ClusterServer
+from cluster_server import MODEL, ClusterServer, texts_of_one_engine
 from eventually import wait_until
 from free_port import free_port
 from server_process import ServerProcess
-
-import neso
 
 pytestmark = pytest.mark.slow
 
@@ -59,13 +57,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[str]]:
-    """Texts of an engine in this process."""
-    llm = neso.LLM(MODEL, num_blocks=256)
-    results = {}
-    for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED)):
-        params = neso.SamplingParams(max_tokens=LENGTH, ignore_eos=True, **sampling)
-        results[name] = [result.outputs[0].text for result in llm.generate(PROMPTS, params, progress=False)]
-    return results
+    return texts_of_one_engine(PROMPTS, LENGTH, {"greedy": GREEDY, "seeded": SEEDED})
 
 
 @pytest.mark.parametrize("name, sampling", [("greedy", GREEDY), ("seeded", SEEDED)])

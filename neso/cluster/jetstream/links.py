@@ -96,7 +96,7 @@ class Links:
         self._peers.pop(peer, None)
 
     async def flush(self) -> None:
-        """Wait until all messages were given to the client, at most a second."""
+        """Wait until the NATS client has all queued messages, at most one second."""
         try:
             await asyncio.wait_for(self._outgoing.join(), 1)
         except asyncio.TimeoutError:

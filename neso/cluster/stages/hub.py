@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from neso.cluster.connections import Connections, WorkerFailed
-from neso.cluster.sockets import FrontEndSocket, read_token
+from neso.cluster.sockets import FrontEndSocket, listen_for_workers, read_token
 from neso.cluster.stages.manifold import Manifold
 from neso.cluster.stages.messages import (
     PROTOCOL_VERSION,
@@ -90,18 +90,14 @@ class StageHub:
         self.options = options
         token = read_token(options.token_file)
         self._directory = Path(tempfile.mkdtemp(prefix="neso-stages-"))
-        sockets = [FrontEndSocket()]
         try:
-            self.local_address = sockets[0].listen(f"ipc://{self._directory}/front-end")
-            if options.address is not None:
-                sockets.append(FrontEndSocket())
-                address = sockets[1].listen(options.address, token)
-                logger.info("workers of stages can join at %s", address)
+            sockets, addresses = listen_for_workers(self._directory, options.address, token)
         except EngineError:
-            for socket in sockets:
-                socket.close()
             shutil.rmtree(self._directory, ignore_errors=True)
             raise
+        self.local_address = addresses[0]
+        for address in addresses[1:]:
+            logger.info("workers of stages can join at %s", address)
         self.connections = StageConnections(options.heartbeat_timeout, sockets)
         self.manifold = Manifold(self.connections.knows, self.connections.send)
         self._num_workers: Counter[str] = Counter()

@@ -43,7 +43,7 @@ class NixlMemory(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """The agent of another engine. After an error it is forgotten when nobody uses it, and then connected anew."""
+    """The NIXL agent of another engine. A broken one is removed after its last read; the next read connects again."""
 
     engine: str
     name: str

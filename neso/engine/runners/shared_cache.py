@@ -86,7 +86,7 @@ class SharedCache:
 
 
 def block_runs(blocks: list[int], targets: list[int]) -> list[tuple[int, int, int]]:
-    """Return the runs in which blocks and targets are consecutive: their first block, first target and length."""
+    """Return the first block, first target and length of each run in which both are consecutive."""
     runs, start = [], 0
     for i in range(1, len(blocks) + 1):
         if (
