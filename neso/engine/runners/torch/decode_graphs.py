@@ -6,9 +6,11 @@ padding block. A graph reads its inputs from static tensors, which are filled be
 
 from __future__ import annotations
 
+import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,19 +25,18 @@ from neso.engine.runners.torch.step_inputs import (
     wants_all_rows,
 )
 
+logger = logging.getLogger(__name__)
+
 BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))
 
 Forward = Callable[[StepInputs], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    replay: Callable[[], None]
-    logits: Tensor
-
-
 class DecodeGraphs:
-    """Captures a batch size on first use; all graphs share the memory of intermediates."""
+    """Captures all batch sizes when it is made; the graphs share one buffer of logits and one of intermediates.
+
+    The largest is captured first: the others fit into its memory.
+    """
 
     def __init__(
         self,
@@ -51,8 +52,12 @@ class DecodeGraphs:
         self._device = device
         self._sinks = sinks
         self._inputs = self._static_inputs(BATCH_SIZES[-1], max_blocks)
-        self._graphs: dict[int, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._logits: Tensor | None = None
+        started = time.perf_counter()
+        self._graphs = {size: self._capture(size) for size in reversed(BATCH_SIZES)}
+        if device.type == "cuda":
+            logger.info("captured %d CUDA graphs in %.1f s", len(BATCH_SIZES), time.perf_counter() - started)
 
     @staticmethod
     def fits(plan: StepPlan) -> bool:
@@ -67,11 +72,9 @@ class DecodeGraphs:
         """Return the logits float32[R, vocab_size] of a plan that `fits`, valid until the next run."""
         size = BATCH_SIZES[bisect_left(BATCH_SIZES, plan.num_sequences)]
         self._fill(plan, size, chosen)
-        graph = self._graphs.get(size)
-        if graph is None:
-            graph = self._graphs[size] = self._capture(self._first(size))
-        graph.replay()
-        return graph.logits[: plan.num_sequences]
+        self._graphs[size]()
+        assert self._logits is not None
+        return self._logits[: plan.num_sequences]
 
     def _static_inputs(self, size: int, max_blocks: int) -> StepInputs:
         """Create the inputs of the largest batch, filled with padding."""
@@ -128,25 +131,25 @@ class DecodeGraphs:
         inputs.block_tables[:used, : plan.block_tables.shape[1]].copy_(vectors[1])
         inputs.block_tables[used:size, 0] = self._padding_block
 
-    def _capture(self, inputs: StepInputs) -> _Graph:
+    def _capture(self, size: int) -> Callable[[], None]:
+        """Return the replay of a step of `size` sequences; without a GPU, the step itself."""
+        inputs = self._first(size)
         if self._device.type != "cuda":
-            return self._uncaptured(inputs)
+            return lambda: self._run_step(inputs)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             # Warm up: kernels compile and libraries allocate on first use, which cannot be captured.
-            self._forward(inputs)
+            self._run_step(inputs)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._forward(inputs)
-        return _Graph(graph.replay, logits)
+            self._run_step(inputs)
+        return graph.replay
 
-    def _uncaptured(self, inputs: StepInputs) -> _Graph:
-        """Emulate a graph, for tests without a GPU."""
+    def _run_step(self, inputs: StepInputs) -> None:
+        """Compute the logits into the first rows of the buffer. Ranks other than 0 have no rows."""
         logits = self._forward(inputs)
-
-        def replay() -> None:
-            logits.copy_(self._forward(inputs))
-
-        return _Graph(replay, logits)
+        if self._logits is None:
+            self._logits = logits.new_empty(BATCH_SIZES[-1] if len(logits) else 0, logits.shape[1])
+        self._logits[: len(logits)].copy_(logits)

@@ -23,7 +23,7 @@ from neso.engine.runners.torch.decoder import Decoder
 from neso.engine.runners.torch.device_runner import DeviceRunner, operations_for, prepare_device
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache
 from neso.engine.runners.torch.ranks import DeviceRanks, Ranks, SingleRank, UnconnectedRanks
-from neso.engine.runners.torch.step_inputs import step_inputs
+from neso.engine.runners.torch.step_inputs import step_inputs, tile_queries
 from neso.engine.runners.torch.weights import WeightLoader
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.weights.source import TensorSource
@@ -92,7 +92,14 @@ class TorchRunner(DeviceRunner, SpecRunner):
     def forward(self, plan: StepPlan, cache: KVCache, chosen: Tensor | None) -> Tensor:
         if self._graphs is not None and not self._keeps_row_states and self._graphs.fits(plan):
             return self._graphs.run(plan, chosen)
-        inputs = step_inputs(plan, cache.layout.block_size, self.device, chosen, sinks=self.spec.sink_tokens)
+        inputs = step_inputs(
+            plan,
+            cache.layout.block_size,
+            self.device,
+            chosen,
+            sinks=self.spec.sink_tokens,
+            tile_queries=tile_queries(self.spec.num_heads // self.spec.num_kv_heads, self.spec.head_dim),
+        )
         if plan.part(PoolingPlan) is None and not self._keeps_row_states:
             return self._decoder.forward(inputs, cache)
         states, num_logits = self._decoder.final_states(inputs, cache), len(plan.logits_rows)

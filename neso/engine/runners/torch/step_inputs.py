@@ -31,10 +31,21 @@ def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def send_together(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device in one transfer; returns int32 tensors that are views of one buffer."""
-    packed = send(np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int32), device)
-    pieces = packed.split([array.size for array in arrays])
-    return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+    """Copy arrays to the device in one transfer; returns int32 tensors that are views of one buffer.
+
+    The tensors start at multiples of 16 bytes, because Triton compiles another variant of a kernel for each argument
+    that does not.
+    """
+    ends = np.cumsum([-(-array.size // 4) * 4 for array in arrays])
+    packed = np.zeros(ends[-1], np.int32)
+    starts = [0, *ends[:-1].tolist()]
+    for start, array in zip(starts, arrays, strict=True):
+        packed[start : start + array.size] = array.reshape(-1)
+    sent = send(packed, device)
+    return [
+        sent[start : start + array.size].view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,7 @@ class StepInputs:
     - token_ids, positions, slots [T]; slot = block * block_size + offset
     - query_start[S + 1], num_computed[S], block_tables[S, B]: as in the plan
     - decodes[D]: sequences with one new token; prefills[P, 2]: (sequence, first new token) of each tile of at most
-      TILE_QUERIES queries of the other sequences
+      `tile_queries` queries of the other sequences
     - plan: the plan on the host
     - sinks: first tokens of a sequence that stay visible in layers with a window
     - logits_rows[R + H]: `output_rows`; None if these are all tokens in order
@@ -88,6 +99,7 @@ class StepInputs:
     block_tables: Tensor
     decodes: Tensor
     prefills: Tensor
+    tile_queries: int
     plan: StepPlan
     logits_rows: Tensor | None = None
     sinks: int = 0
@@ -98,12 +110,13 @@ class StepInputs:
     tree_depths: Tensor | None = None
 
 
-TILE_QUERIES = 16
-"""New tokens of a sequence per attention tile in a prefill."""
-
-
 def step_inputs(
-    plan: StepPlan, block_size: int, device: torch.device, chosen: Tensor | None = None, sinks: int = 0
+    plan: StepPlan,
+    block_size: int,
+    device: torch.device,
+    chosen: Tensor | None = None,
+    sinks: int = 0,
+    tile_queries: int = 16,
 ) -> StepInputs:
     """Copy a plan to the device in one asynchronous transfer.
 
@@ -118,7 +131,7 @@ def step_inputs(
         "num_computed": plan.num_computed,
         "block_tables": plan.block_tables,
         "decodes": np.flatnonzero(lengths == 1),
-        "prefills": _prefill_tiles(lengths),
+        "prefills": _prefill_tiles(lengths, tile_queries),
         "logits_rows": output_rows(plan),
     }
     tensors = dict(zip(arrays, send_together(list(arrays.values()), device), strict=True))
@@ -133,7 +146,8 @@ def step_inputs(
     if tree is not None and len(tree.masks):
         tensors["tree_masks"] = send(tree.masks.astype(np.int64), device)
         tensors["tree_depths"] = send(tree.depths.copy(), device)
-    return StepInputs(**tensors, plan=plan, sinks=sinks, adapters=AdapterRows.from_plan(plan, device))
+    adapters = AdapterRows.from_plan(plan, device)
+    return StepInputs(**tensors, tile_queries=tile_queries, plan=plan, sinks=sinks, adapters=adapters)
 
 
 def resolve_tokens(plan: StepPlan, token_ids: Tensor, chosen: Tensor | None) -> Tensor:
@@ -156,11 +170,21 @@ def wants_all_rows(plan: StepPlan) -> bool:
     return plan.part(PoolingPlan) is None and np.array_equal(plan.logits_rows, np.arange(plan.num_tokens))
 
 
-def _prefill_tiles(lengths: Int32Array) -> npt.NDArray[np.int64]:
+def tile_queries(heads_per_kv_head: int, head_dim: int) -> int:
+    """Return the number of new tokens in a tile of a prefill.
+
+    A tile has a row for each token and query head of a key-value head: 64 rows of up to 128 columns, or 32 of 256,
+    for which a thread block has enough registers.
+    """
+    rows = 64 if head_dim <= 128 else 32
+    return max(rows // heads_per_kv_head, 1)
+
+
+def _prefill_tiles(lengths: Int32Array, tile_queries: int) -> npt.NDArray[np.int64]:
     """Return (sequence, first new token) of every tile, [P, 2]; longest sequences first, because they take longest."""
     sequences = np.flatnonzero(lengths > 1)
     sequences = sequences[np.argsort(-lengths[sequences], kind="stable")]
-    counts = -(-lengths[sequences] // TILE_QUERIES)
+    counts = -(-lengths[sequences] // tile_queries)
     ends = np.cumsum(counts)
     indices = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-    return np.stack([np.repeat(sequences, counts), indices * TILE_QUERIES], axis=1)
+    return np.stack([np.repeat(sequences, counts), indices * tile_queries], axis=1)

@@ -1,9 +1,9 @@
 """Paged attention in Triton: tiles of queries of a sequence attend to the blocks of its KV cache.
 
-A tile is up to TILE_QUERIES new tokens of one sequence; all query heads that share a key-value head are rows of one
-product. A decode is a tile of one token; its context is split among programs, because there are too few tiles to fill
-the GPU, and a second kernel merges the parts (FlashDecoding). The softmax is online (FlashAttention, arXiv 2205.14135),
-in powers of two.
+A tile is a few new tokens of one sequence; all query heads that share a key-value head are rows of one product. A
+decode is a tile of one token; its context is split among programs, because there are too few tiles to fill the GPU, and
+a second kernel merges the parts (FlashDecoding). The softmax is online (FlashAttention, arXiv 2205.14135), in powers of
+two.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from neso.engine.runners.torch.kv_cache import LayerCache
-from neso.engine.runners.torch.step_inputs import TILE_QUERIES, StepInputs
+from neso.engine.runners.torch.step_inputs import StepInputs
 
 _TILE_KEYS = 64
 _MAX_SPLITS = 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+# Not specialized, because the width of the block tables changes with every step.
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend_tile(
-    out,  # [T, heads, value_dim]; or, split, float32[D, heads, SPLITS, value_dim]
-    log_sums,  # split: float32[D, heads, SPLITS]
+    out,  # [T, heads, value_dim]; or, SPLIT, float32[D, heads, splits, value_dim]
+    log_sums,  # SPLIT: float32[D, heads, splits]
     queries,
     keys,
     values,
@@ -50,7 +51,7 @@ def _attend_tile(
     SOFTCAP: tl.constexpr,
     TREE: tl.constexpr,
     DECODE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -62,6 +63,7 @@ def _attend_tile(
     TILE_KEYS: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(2)
     if DECODE:
         sequence = tl.load(tiles + tile)
         first = 0
@@ -105,7 +107,7 @@ def _attend_tile(
     if SINKS > 0:
         sinks = tl.minimum(SINKS, oldest)
         skipped = oldest - sinks
-    part_size = tl.cdiv(newest - oldest + sinks, SPLITS * TILE_KEYS) * TILE_KEYS
+    part_size = tl.cdiv(newest - oldest + sinks, splits * TILE_KEYS) * TILE_KEYS
     low = oldest - sinks + split * part_size
     high = tl.minimum(low + part_size, newest)
 
@@ -163,8 +165,8 @@ def _attend_tile(
         best = new_best
 
     attended = attended / tl.where(total > 0, total, 1.0)[:, None]
-    if SPLITS > 1:
-        part = (tile * heads + head) * SPLITS + split
+    if SPLIT:
+        part = (tile * heads + head) * splits + split
         log_sum = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
         tl.store(log_sums + part, log_sum, mask=row_exists)
         target = out + part[:, None] * VALUE_DIM + value_dims[None]
@@ -248,7 +250,7 @@ def _launch(
     _, heads, key_dim = queries.shape
     _, block_size, kv_heads, value_dim = cache.values.shape
     group, decode = heads // kv_heads, tiles.ndim == 1
-    per_tile = 1 if decode else TILE_QUERIES
+    per_tile = 1 if decode else inputs.tile_queries
     _attend_tile[(len(tiles), kv_heads, splits)](
         out,
         log_sums,
@@ -274,7 +276,7 @@ def _launch(
         SOFTCAP=softcap > 0,
         TREE=inputs.tree_masks is not None,
         DECODE=decode,
-        SPLITS=splits,
+        SPLIT=splits > 1,
         GROUP=group,
         BLOCK_SIZE=block_size,
         KEY_DIM=key_dim,

@@ -1,0 +1,36 @@
+"""The Triton kernels compile for GPUs that this machine need not have, within their registers and shared memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+BENCH = Path(__file__).parents[3] / "bench" / "gpu_kernels.py"
+MODELS = ("Llama 3 8B", "Gemma 2 9B")
+SMALLEST_SHARED_MEMORY = 99 * 1024
+"""What a thread block may have on the GPUs with the least: compute capability 8.6, 8.9 and 12.0."""
+
+
+@pytest.mark.slow
+def test_kernels_compile_once_for_each_kind_of_step(tmp_path: Path) -> None:
+    # In a process of its own, because in this one the kernels are interpreted.
+    report = tmp_path / "kernels.json"
+    options = ["--targets", "80,90,100", "--models", ",".join(MODELS), "--steps", "40", "--json", str(report)]
+    done = subprocess.run([sys.executable, BENCH, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())
+    assert set(found["added"].values()) == {0}, found["added"]
+    for kernel in found["kernels"]:
+        assert kernel["stack"] <= 64, kernel
+        assert kernel["shared"] <= SMALLEST_SHARED_MEMORY, kernel
+    # Prefill, decode and tree; twice in a model with two kinds of layers.
+    tiles = Counter((k["model"], k["target"]) for k in found["kernels"] if k["name"] == "_attend_tile")
+    assert set(tiles.values()) <= {3, 4, 6}, tiles
+    assert {target for _, target in tiles} == {80, 90, 100}
