@@ -146,7 +146,16 @@ def matrix_row(matrix: Matrix, row: int, out: _F32, isa: str) -> None: ...
 
 class EncoderLayer:
     def __init__(
-        self, attention_norm: _F32, qkv: Matrix, output: Matrix, mlp_norm: _F32, up: Matrix, down: Matrix
+        self,
+        attention_norm: _F32 | None,
+        qkv: Matrix,
+        output: Matrix,
+        mlp_norm: _F32,
+        gate: Matrix | None,
+        up: Matrix,
+        down: Matrix,
+        reach: int = -1,
+        rotary: int = -1,
     ) -> None: ...
 
 class Encoder:
@@ -166,4 +175,4 @@ class Encoder:
         isa: str,
         threads: int,
     ) -> None: ...
-    def run(self, x: _F32, starts: _I32) -> None: ...
+    def run(self, x: _F32, starts: _I32, rotary: list[tuple[_F32, _F32]]) -> None: ...

@@ -73,8 +73,10 @@ void bind_decoder(nb::module_& m) {
              [](OwnedLayer* self, const nb::dict& vectors, const OwnedMatrix& qkv, const OwnedMatrix& output,
                 const OwnedMlp* mlp, const OwnedExperts* experts, int window, int rotary) {
                  new (self) OwnedLayer{{norm_named(vectors, "attention_norm"),
-                                        norm_named(vectors, "attention_post_norm"), norm_named(vectors, "mlp_norm"),
-                                        norm_named(vectors, "mlp_post_norm"), qkv.matrix,
+                                        norm_named(vectors, "attention_post_norm"),
+                                        norm_named(vectors, "attention_sum_norm"), norm_named(vectors, "mlp_norm"),
+                                        norm_named(vectors, "mlp_post_norm"), norm_named(vectors, "mlp_sum_norm"),
+                                        qkv.matrix,
                                         vector_named(vectors, "query_norm"), vector_named(vectors, "key_norm"),
                                         output.matrix, mlp ? mlp->mlp : Mlp{}, experts ? experts->experts : Experts{},
                                         window, rotary}};

@@ -113,7 +113,8 @@ void Decoder::reserve(const Step& step) {
             for (const Matrix* matrix : {&layer.qkv, &layer.output}) {
                 input_.reserve(kernels_.describe_input(*matrix, rows));
             }
-            if (!adds_directly(layer.attention_post_norm) || !adds_directly(layer.mlp_post_norm)) {
+            if (!adds_directly(layer.attention_post_norm, layer.attention_sum_norm) ||
+                !adds_directly(layer.mlp_post_norm, layer.mlp_sum_norm)) {
                 branch_.reserve(rows * x_stride_);
             }
             if (!layer.is_sparse()) {
@@ -282,34 +283,35 @@ void Decoder::add_attention(int index, const float* attended, float* x, int rows
     const Input result = input_.attach(kernels_.describe_input(layer.output, rows));
     pack_rows(team_, kernels_, result, layer.output,
               [&](int row, float*) { return attended + row * attended_stride_; });
-    const bool directly = adds_directly(layer.attention_post_norm);
+    const bool directly = adds_directly(layer.attention_post_norm, layer.attention_sum_norm);
     multiply(team_, kernels_, result, layer.output, directly ? x : branch_.data(), x_stride_, directly,
              adapted(index, Product::output, attended, attended_stride_));
-    if (!directly) add_branch(layer.attention_post_norm, x, rows);
+    if (!directly) add_branch(layer.attention_post_norm, layer.attention_sum_norm, x, rows);
 }
 
 void Decoder::add_mlp(int index, float* x, int rows) {
     const LayerWeights& layer = weights_.layers[index];
     // Parallel branches may share a norm.
     const Norm& norm = shape_.parallel && !layer.mlp_norm.weight ? layer.attention_norm : layer.mlp_norm;
-    const bool directly = adds_directly(layer.mlp_post_norm);
+    const bool directly = adds_directly(layer.mlp_post_norm, layer.mlp_sum_norm);
     float* out = directly ? x : branch_.data();
     if (layer.is_sparse()) {
         run_experts(index, norm, x, rows, out, directly);
     } else {
         run_mlp(index, layer.mlp, norm, x, rows, out, directly);
     }
-    if (!directly) add_branch(layer.mlp_post_norm, x, rows);
+    if (!directly) add_branch(layer.mlp_post_norm, layer.mlp_sum_norm, x, rows);
 }
 
-// x += the branch's normed and scaled result, summed over the ranks.
-void Decoder::add_branch(const Norm& post_norm, float* x, int rows) {
+// x = sum_norm(x + the branch's normed and scaled result, summed over the ranks).
+void Decoder::add_branch(const Norm& post_norm, const Norm& sum_norm, float* x, int rows) {
     sum_over_ranks(branch_.data(), rows);
     team_.for_each(rows, [&](int row) {
         float* result = branch_.data() + row * x_stride_;
         norm_row(post_norm, result, result);
         float* to = x + row * x_stride_;
         for (int i = 0; i < shape_.hidden_size; ++i) to[i] += shape_.residual_scale * result[i];
+        norm_row(sum_norm, to, to);
     });
 }
 

@@ -73,9 +73,9 @@ class Decoder {
     const AttentionPlan& plan_for(int layer) const;
     void reserve_mlp(const Mlp& mlp, int rows);
     static bool can_fuse_pack(const Mlp& mlp);
-    // Whether the result of a branch is added to the residual stream unchanged.
-    bool adds_directly(const Norm& post_norm) const {
-        return !post_norm.weight && shape_.residual_scale == 1 && !all_reduce_;
+    // Whether the result of a branch is added to the residual stream unchanged, and nothing follows.
+    bool adds_directly(const Norm& post_norm, const Norm& sum_norm) const {
+        return !post_norm.weight && !sum_norm.weight && shape_.residual_scale == 1 && !all_reduce_;
     }
     // Whether only requested rows pass the layer's MLP. No layer of the other pipeline stages does that.
     bool is_last(int layer) const { return shape_.last_stage && layer + 1 == int(weights_.layers.size()); }
@@ -98,7 +98,7 @@ class Decoder {
     void add_mlp(int index, float* x, int rows);
     void run_mlp(int index, const Mlp& mlp, const Norm& norm, const float* x, int rows, float* out, bool accumulate);
     void run_experts(int index, const Norm& norm, const float* x, int rows, float* out, bool accumulate);
-    void add_branch(const Norm& post_norm, float* x, int rows);
+    void add_branch(const Norm& post_norm, const Norm& sum_norm, float* x, int rows);
     LowRankSum adapted(int index, Product product, const float* x, int64_t stride);
     void compute_logits(const Step& step);
     void compute_hidden(const Step& step);

@@ -61,7 +61,8 @@ struct Experts {
 };
 
 struct LayerWeights {
-    Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;
+    // Before a branch, after it, and of the sum that the residual stream becomes.
+    Norm attention_norm, attention_post_norm, attention_sum_norm, mlp_norm, mlp_post_norm, mlp_sum_norm;
     Matrix qkv;                     // queries, keys, values
     const float* query_norm;        // of each head, or of all; null: none
     const float* key_norm;

@@ -21,8 +21,9 @@ Encoder::Encoder(const EncoderShape& shape, std::vector<EncoderLayer> layers, Ca
       kernels_(kernels_for(isa)), team_(num_threads), x_stride_(float_stride(shape.hidden_size)),
       qkv_stride_(float_stride(3 * shape.attention_size())), attended_stride_(float_stride(shape.attention_size())) {}
 
-void Encoder::run(float* x, const int32_t* starts, int num_sequences) {
+void Encoder::run(float* x, const int32_t* starts, int num_sequences, const std::vector<RotaryRows>& rotary) {
     const int tokens = starts[num_sequences], hidden = shape_.hidden_size;
+    rotary_ = rotary;
     plan(starts, num_sequences);
     reserve(tokens);
     team_.run([&](int) {
@@ -40,7 +41,8 @@ void Encoder::plan(const int32_t* starts, int num_sequences) {
         for (int token = first; token < end; token += kBlock) blocks_.push_back({token, std::min(kBlock, end - token)});
         for (int head = 0; head < shape_.heads; ++head) {
             for (int token = first; token < end; token += kTileQueries) {
-                tasks_.push_back({token, std::min(kTileQueries, end - token), head, first_block, end - first});
+                tasks_.push_back(
+                    {token, std::min(kTileQueries, end - token), head, first_block, end - first, token - first});
             }
         }
     }
@@ -58,7 +60,7 @@ void Encoder::reserve(int tokens) {
     qkv_.reserve(tokens * qkv_stride_);
     attended_.reserve(tokens * attended_stride_);
     for (const EncoderLayer& layer : layers_) {
-        for (const Matrix* matrix : {&layer.qkv, &layer.output, &layer.mlp.up}) {
+        for (const Matrix* matrix : {&layer.qkv, &layer.output, &layer.mlp.first()}) {
             input_.reserve(kernels_.describe_input(*matrix, tokens));
         }
         activated_.reserve(kernels_.describe_input(layer.mlp.down, tokens));
@@ -75,6 +77,7 @@ float* Encoder::norm_in_place(int row, const Norm& norm) {
 void Encoder::run_layer(int index, int tokens) {
     const EncoderLayer& layer = layers_[index];
     const auto normed = [&](int row, const Norm& norm, float* out) {
+        if (!norm.weight) return x_row(row);
         kernels_.layer_norm(x_row(row), norm.weight, norm.bias, shape_.norm_eps, shape_.hidden_size, out);
         return out;
     };
@@ -84,15 +87,15 @@ void Encoder::run_layer(int index, int tokens) {
         return index ? norm_in_place(row, layers_[index - 1].mlp_norm) : x_row(row);
     });
     multiply(team_, kernels_, input, layer.qkv, qkv_.data(), qkv_stride_, false);
-    write_keys();
-    attend();
+    write_keys(index);
+    attend(index);
     const Input attended = input_.attach(kernels_.describe_input(layer.output, tokens));
     pack_rows(team_, kernels_, attended, layer.output,
               [&](int row, float*) { return attended_.data() + row * attended_stride_; });
     multiply(team_, kernels_, attended, layer.output, x_.data(), x_stride_, true);
     const Input activated = activated_.attach(kernels_.describe_input(layer.mlp.down, tokens));
-    const Input up = input_.attach(kernels_.describe_input(layer.mlp.up, tokens));
-    pack_rows(team_, kernels_, up, layer.mlp.up, [&](int row, float* out) {
+    const Input up = input_.attach(kernels_.describe_input(layer.mlp.first(), tokens));
+    pack_rows(team_, kernels_, up, layer.mlp.first(), [&](int row, float* out) {
         return shape_.norm_first ? normed(row, layer.mlp_norm, out) : norm_in_place(row, layer.attention_norm);
     });
     multiply_activated(team_, kernels_, up, layer.mlp, shape_.activation, activated);
@@ -107,12 +110,20 @@ void Encoder::finish(float* x, int tokens) {
     });
 }
 
-void Encoder::write_keys() {
+// Rotate queries and keys in place; copy keys and values to their blocks.
+void Encoder::write_keys(int index) {
     const int dim = shape_.head_dim, width = shape_.attention_size();
+    const RotaryRows* rotary = layers_[index].rotary < 0 ? nullptr : &rotary_[layers_[index].rotary];
     team_.for_each(int(blocks_.size()), [&](int number) {
         const Block& block = blocks_[number];
         for (int slot = 0; slot < block.num_tokens; ++slot) {
-            const float* keys = qkv_.data() + (block.first_token + slot) * qkv_stride_ + width;
+            const int token = block.first_token + slot;
+            float* queries = qkv_.data() + token * qkv_stride_;
+            const float* keys = queries + width;
+            for (int head = 0; rotary && head < 2 * shape_.heads; ++head) {
+                const int64_t row = int64_t(token) * rotary->half;
+                kernels_.rotate(queries + head * dim, rotary->cos + row, rotary->sin + row, rotary->half);
+            }
             for (int head = 0; head < shape_.heads; ++head) {
                 kernels_.write_cache(attention_, keys_->block(0, number), slot, head, keys + head * dim,
                                      keys + width + head * dim);
@@ -121,8 +132,8 @@ void Encoder::write_keys() {
     });
 }
 
-void Encoder::attend() {
-    const int dim = shape_.head_dim;
+void Encoder::attend(int index) {
+    const int dim = shape_.head_dim, reach = layers_[index].reach;
     team_.for_each(int(tasks_.size()), [&](int number) {
         const Task& planned = tasks_[number];
         AttentionTask task{};
@@ -132,6 +143,13 @@ void Encoder::attend() {
         task.num_tokens = planned.num_tokens;
         task.key_begin = 0;
         task.key_end = planned.length;
+        if (reach >= 0) {
+            // A causal window that ends `reach` tokens after the query, and begins as many before it.
+            task.first_position = planned.position + reach;
+            task.window = 2 * reach + 1;
+            task.key_begin = std::max(0, planned.position - reach);
+            task.key_end = std::min(planned.length, planned.position + planned.num_tokens + reach);
+        }
         task.queries = qkv_.data() + planned.first_token * qkv_stride_ + planned.head * dim;
         task.query_stride = qkv_stride_;
         task.out = attended_.data() + planned.first_token * attended_stride_ + planned.head * dim;

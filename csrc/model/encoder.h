@@ -1,12 +1,14 @@
 // Executes a stack of encoder layers on the CPU: bidirectional attention over a flat batch without padding.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
 #include "kernels/kernels.h"
 #include "model/decoder_weights.h"
 #include "model/kv_cache.h"
+#include "model/step.h"
 #include "threads/thread_team.h"
 
 namespace neso {
@@ -22,11 +24,13 @@ struct EncoderShape {
 
 // Pointers are non-owning.
 struct EncoderLayer {
-    Norm attention_norm;
-    Matrix qkv;  // queries, keys, values
+    Norm attention_norm;  // absent in the first layer of some pre-norm stacks
+    Matrix qkv;           // queries, keys, values
     Matrix output;
     Norm mlp_norm;
-    Mlp mlp;     // plain
+    Mlp mlp;
+    int reach;   // a token attends to this many tokens on each side; -1: to all
+    int rotary;  // index of the rotation passed to `run`; -1: none
 };
 
 class Encoder {
@@ -34,18 +38,23 @@ class Encoder {
     Encoder(const EncoderShape& shape, std::vector<EncoderLayer> layers, CacheKind kind, Isa isa, int num_threads);
 
     int hidden_size() const { return shape_.hidden_size; }
+    int num_rotations() const {
+        int count = 0;
+        for (const EncoderLayer& layer : layers_) count = std::max(count, layer.rotary + 1);
+        return count;
+    }
     // Replaces x[starts[num_sequences]][hidden_size] by the last layer's output; sequence s has the tokens starts[s] to
-    // starts[s + 1]. Not reentrant.
-    void run(float* x, const int32_t* starts, int num_sequences);
+    // starts[s + 1]. `rotary`: rows of each token, of each rotation that layers have. Not reentrant.
+    void run(float* x, const int32_t* starts, int num_sequences, const std::vector<RotaryRows>& rotary = {});
 
    private:
     // Keys and values of up to kBlock tokens of a sequence, in the layout of attention.
     struct Block {
         int first_token, num_tokens;
     };
-    // Queries of one head in one attention task.
+    // Queries of one head in one attention task; `position` is that of the first one in its sequence.
     struct Task {
-        int first_token, num_tokens, head, first_block, length;
+        int first_token, num_tokens, head, first_block, length, position;
     };
 
     void plan(const int32_t* starts, int num_sequences);
@@ -54,8 +63,8 @@ class Encoder {
     // The following functions run on all threads at once.
     void run_layer(int index, int tokens);
     void finish(float* x, int tokens);
-    void write_keys();
-    void attend();
+    void write_keys(int index);
+    void attend(int index);
     float* x_row(int row) { return x_.data() + row * x_stride_; }
     float* norm_in_place(int row, const Norm& norm);
 
@@ -68,6 +77,7 @@ class Encoder {
     std::vector<int32_t> block_table_;  // 0, 1, 2, ...
     std::vector<Block> blocks_;
     std::vector<Task> tasks_;
+    std::vector<RotaryRows> rotary_;
 
     InputStorage input_, activated_;
     const int64_t x_stride_, qkv_stride_, attended_stride_;

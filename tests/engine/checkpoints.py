@@ -173,6 +173,13 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "roberta": {"type_vocab_size": 1},
     "xlm-roberta": {"type_vocab_size": 1},
     "distilbert": {"dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 4},
+    # The reach of local attention, 6 tokens on each side, is shorter than the texts of the tests.
+    "modernbert": {
+        "local_attention": 13,
+        "global_attn_every_n_layers": 2,
+        "cls_token_id": BOS,
+        "sep_token_id": EOS,
+    },
 }
 
 

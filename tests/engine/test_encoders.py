@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import PAD, VOCAB_SIZE, make_encoder
+from checkpoints import PAD, VOCAB_SIZE, make_encoder, rewrite_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
@@ -16,7 +17,7 @@ from neso.engine.errors import EngineError
 from neso.generation import InvalidParameter, PoolingParams, SamplingParams
 
 RUNNERS = ["reference", "native", "torch"]
-ARCHS = ["bert", "roberta", "xlm-roberta", "distilbert"]
+ARCHS = ["bert", "roberta", "xlm-roberta", "distilbert", "modernbert"]
 ATOL = 2e-5
 RAW = PoolingParams(normalize=False)
 
@@ -118,6 +119,35 @@ def test_class_probabilities_add_up_to_one(encoder_factory):
         llm.score("a", "b")
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True},
+        {"attention_bias": True, "mlp_bias": True, "hidden_activation": "gelu_new", "local_attention": 2},
+    ],
+)
+def test_modernbert_options(encoder_factory, runner, fields):
+    directory = encoder_factory("modernbert", labels=3, **fields)
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    llm = LLM(directory, runner=runner)
+    for ids in prompts():
+        with torch.no_grad():
+            expected = model(torch.tensor([ids])).logits.softmax(-1)[0]
+        np.testing.assert_allclose(llm.classify([ids])[0], expected, atol=ATOL)
+
+
+def test_old_modernbert_configs(encoder_factory, tmp_path):
+    """As on the hub: a base of each rotation, and global attention in every n-th layer."""
+    directory = encoder_factory("modernbert")
+    old = shutil.copytree(directory, tmp_path / "old")
+    thetas = {"global_rope_theta": 500.0, "local_rope_theta": 30.0}
+    rewrite_config(old, remove=("rope_parameters", "layer_types"), global_attn_every_n_layers=2, **thetas)
+    expected = [oracle(old, ids).mean(axis=0) for ids in prompts()]
+    np.testing.assert_allclose(LLM(old, runner="native").embed(prompts(), RAW), expected, atol=ATOL)
+    assert not np.allclose(expected, [oracle(directory, ids).mean(axis=0) for ids in prompts()], atol=1e-2)
+
+
 def test_scores_without_a_classifier_are_cosine_similarities(encoder_factory):
     llm = LLM(encoder_factory("bert"), runner="reference")
     query, *documents = embeddings = llm.embed(["query", "one", "two"])
@@ -199,8 +229,9 @@ def test_tensor_names_of_legacy_checkpoints(encoder_factory, tmp_path):
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["bfloat16", "int8"]
 )
-def test_quantized_weights_are_close(encoder_factory, options):
-    directory = encoder_factory("bert", initializer_range=0.05)
+@pytest.mark.parametrize("arch", ["bert", "modernbert"])
+def test_quantized_weights_are_close(encoder_factory, arch, options):
+    directory = encoder_factory(arch, initializer_range=0.05)
     exact = LLM(directory, runner="reference").embed(prompts())
     close = LLM(directory, runner="native", **options).embed(prompts())
     assert np.einsum("ij,ij->i", exact, close).min() > 0.995

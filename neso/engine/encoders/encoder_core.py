@@ -125,20 +125,19 @@ class EncoderCore:
             params = request.pooling
             assert params is not None
             if params.task == "classify":
-                vectors.append(self._classify(hidden[start], params.activation))
+                vectors.append(self._classify(hidden[start:end], params.activation))
                 continue
             pooled = PooledSoFar(self._pooler.kind_for(params))
             pooled.add(hidden[start:end])
             vectors.append(self._pooler.finish(pooled.vector(), params))
         return vectors
 
-    def _classify(self, first: Float32Array, activation: bool) -> Float32Array:
+    def _classify(self, hidden: Float32Array, activation: bool) -> Float32Array:
         classifier = self._encoder.classifier
         if classifier is None:
             raise ValueError("the model has no classifier")
-        logits = classifier.logits(first[None])
-        values: Float32Array = (classifier.activate(logits) if activation else logits)[0]
-        return values
+        logits = classifier.logits(hidden)
+        return classifier.activate(logits) if activation else logits
 
 
 def _answer(request: EngineRequest, vector: Float32Array) -> SequenceOutput:

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.runners.base import LayerStack
-from neso.engine.runners.numpy_layers import layer_norm
+from neso.engine.runners.numpy_layers import ACTIVATIONS, layer_norm, linear
 from neso.engine.runners.runner_options import RunnerOptions
-from neso.engine.specs.encoder_spec import ClassifierSpec, EncoderSpec
+from neso.engine.specs.encoder_spec import ClassifierSpec, EncoderSpec, LayerStackSpec
 from neso.engine.weights.model_tensors import EncoderTensors
 from neso.engine.weights.source import TensorSource
 
@@ -24,31 +24,40 @@ class Classifier:
     """Classification head of two matrices [outputs, inputs]. With one output, it computes the score of a reranker."""
 
     spec: ClassifierSpec
+    norm_eps: float
     dense_weight: Float32Array
-    dense_bias: Float32Array
+    dense_bias: Float32Array | None
+    norm_weight: Float32Array | None
+    norm_bias: Float32Array | None
     out_weight: Float32Array
     out_bias: Float32Array
 
     @classmethod
-    def load(cls, spec: ClassifierSpec, hidden_size: int, tensors: EncoderTensors) -> Classifier:
-        labels = len(spec.labels)
+    def load(cls, spec: ClassifierSpec, layers: LayerStackSpec, tensors: EncoderTensors) -> Classifier:
+        labels, hidden = len(spec.labels), layers.hidden_size
         return cls(
             spec,
-            tensors.weight(spec.dense, (hidden_size, hidden_size)),
-            tensors.bias(spec.dense, hidden_size),
-            tensors.weight(spec.out, (labels, hidden_size)),
+            layers.norm_eps,
+            tensors.weight(spec.dense, (hidden, hidden)),
+            tensors.bias(spec.dense, hidden) if spec.dense_bias else None,
+            tensors.weight(spec.norm, (hidden,)) if spec.norm else None,
+            tensors.bias(spec.norm, hidden) if spec.norm and spec.norm_bias else None,
+            tensors.weight(spec.out, (labels, hidden)),
             tensors.bias(spec.out, labels),
         )
 
-    def logits(self, first: Float32Array) -> Float32Array:
-        """Return logits float32[S, labels] for the first tokens' hidden states float32[S, hidden]."""
-        dense = first @ self.dense_weight.T + self.dense_bias
-        activated = np.tanh(dense) if self.spec.activation == "tanh" else np.maximum(dense, np.float32(0))
-        logits: Float32Array = activated @ self.out_weight.T + self.out_bias
+    def logits(self, hidden: Float32Array) -> Float32Array:
+        """Return logits float32[labels] for the hidden states of a text, float32[T, hidden]."""
+        pooled = hidden[:1] if self.spec.pooling == "cls" else hidden.mean(axis=0, keepdims=True)
+        dense = linear(pooled, self.dense_weight, self.dense_bias)
+        x = np.tanh(dense) if self.spec.activation == "tanh" else ACTIVATIONS[self.spec.activation](dense)
+        if self.norm_weight is not None:
+            x = layer_norm(x, self.norm_weight, self.norm_bias, self.norm_eps)
+        logits: Float32Array = linear(x, self.out_weight, self.out_bias)[0]
         return logits
 
     def activate(self, logits: Float32Array) -> Float32Array:
-        """Return probabilities float32[S, labels]: sigmoid for one label or multi-label models, otherwise softmax."""
+        """Return probabilities float32[labels]: sigmoid for one label or multi-label models, otherwise softmax."""
         if self.spec.multi_label or len(self.spec.labels) == 1:
             sigmoid: Float32Array = np.float32(1) / (np.float32(1) + np.exp(-logits))
             return sigmoid
@@ -100,7 +109,7 @@ class TextEncoder:
         tensors = EncoderTensors(source, (spec.prefix,))
         classifier = None
         if spec.classifier is not None:
-            classifier = Classifier.load(spec.classifier, spec.hidden_size, tensors)
+            classifier = Classifier.load(spec.classifier, spec.layers, tensors)
         layers = stack.load(spec.layers, tensors, options)
         return cls(spec, _Tables.load(spec, tensors), layers, classifier)
 
@@ -108,11 +117,15 @@ class TextEncoder:
         """Return the final hidden states float32[T, hidden]."""
         tables, spec = self._tables, self.spec
         x = tables.word[batch.token_ids]
-        x += tables.position[self._positions(batch)]
+        if tables.position is not None:
+            x += tables.position[self._positions(batch)]
         if tables.type is not None:
             x += tables.type[np.minimum(batch.token_types, len(tables.type) - 1)]
         x = layer_norm(x, tables.norm_weight, tables.norm_bias, spec.layers.norm_eps)
-        return self.layers.run(x, batch.starts)
+        x = self.layers.run(x, batch.starts)
+        if tables.final_norm_weight is None:
+            return x
+        return layer_norm(x, tables.final_norm_weight, tables.final_norm_bias, spec.layers.norm_eps)
 
     def _positions(self, batch: TextBatch) -> npt.NDArray[np.int64]:
         lengths, first = np.diff(batch.starts), batch.starts[:-1].astype(np.int64)
@@ -130,19 +143,24 @@ class TextEncoder:
 @dataclass(frozen=True, slots=True)
 class _Tables:
     word: Float32Array
-    position: Float32Array
+    position: Float32Array | None
     type: Float32Array | None
     norm_weight: Float32Array
-    norm_bias: Float32Array
+    norm_bias: Float32Array | None
+    final_norm_weight: Float32Array | None
+    final_norm_bias: Float32Array | None
 
     @classmethod
     def load(cls, spec: EncoderSpec, tensors: EncoderTensors) -> _Tables:
         hidden, names = spec.hidden_size, spec.tensor_names
-        types = spec.num_token_types
+        types, positions = spec.num_token_types, spec.num_positions
+        biased, final = "mlp_norm" in spec.layers.biased, names.get("final_norm")
         return cls(
             word=tensors.weight(names["word"], (spec.vocab_size, hidden)),
-            position=tensors.weight(names["position"], (spec.num_positions, hidden)),
+            position=tensors.weight(names["position"], (positions, hidden)) if positions else None,
             type=tensors.weight(names["type"], (types, hidden)) if types else None,
             norm_weight=tensors.weight(names["norm"], (hidden,)),
-            norm_bias=tensors.bias(names["norm"], hidden),
+            norm_bias=tensors.bias(names["norm"], hidden) if biased else None,
+            final_norm_weight=tensors.weight(final, (hidden,)) if final else None,
+            final_norm_bias=tensors.bias(final, hidden) if final and biased else None,
         )

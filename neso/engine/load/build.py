@@ -19,7 +19,7 @@ from neso.engine.parallel.layout import RankLayout
 from neso.engine.parallel.sharding import open_tensors, shard_of
 from neso.engine.runners.native.packed_decoder import Item, count_items, dense_dtype, pack_items, write_rank
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
-from neso.engine.specs.decoder_spec import DecoderSpec, TensorPart, all_tensors
+from neso.engine.specs.decoder_spec import DecoderSpec, TensorPart, TensorProduct, all_tensors
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.text.tokenizer import Tokenizer
 from neso.engine.weights.checkpoint import SINGLE_FILE, open_source
@@ -187,6 +187,10 @@ def _stored_tensors(spec: DecoderSpec) -> list[tuple[str, tuple[int, ...], bool]
     tensors: dict[str, tuple[tuple[int, ...], bool]] = {}
     for role, layer, expert, shape in all_tensors(spec):
         place = spec.tensor_names[role]
+        if isinstance(place, TensorProduct):
+            raise UnsupportedOption(
+                f"the family {spec.family} stores the {role} as a product of two matrices; fp8 does not"
+            )
         if isinstance(place, TensorPart):
             if place.transposed:
                 raise UnsupportedOption(

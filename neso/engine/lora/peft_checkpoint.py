@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from neso.engine.lora.adapter import LoraAdapter, LowRank, Target, targets_of
 from neso.engine.lora.config import AdapterError
-from neso.engine.specs.decoder_spec import DecoderSpec, TensorLocation
+from neso.engine.specs.decoder_spec import DecoderSpec, TensorLocation, TensorPart
 from neso.engine.weights.files import read_json_object
 from neso.engine.weights.safetensors_file import SafetensorsFile
 from neso.engine.weights.source import CheckpointError, is_float
@@ -141,7 +141,7 @@ def _places(spec: DecoderSpec) -> dict[str, list[tuple[int, Target]]]:
 
 def _part(directory: Path, module: str, change: LowRank, place: TensorLocation) -> LowRank:
     """Return the part of a fused module's update that applies to the matrix at `place`."""
-    if isinstance(place, str):
+    if not isinstance(place, TensorPart):
         return change
     if len(change.b) != place.outputs:
         raise AdapterError(

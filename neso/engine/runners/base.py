@@ -238,3 +238,8 @@ class LayerStack(ABC):
 
         starts int32[S + 1]: sequence s has the tokens starts[s]:starts[s + 1], at least one.
         """
+
+
+def positions_in_sequences(starts: Int32Array) -> Int32Array:
+    """Return the position int32[T] of each token in its sequence, for a flat batch with `starts` int32[S + 1]."""
+    return np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], np.diff(starts))

@@ -18,7 +18,9 @@ NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QKNorm = Literal["head", "width"]
 
-NormRole = Literal["attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"]
+NormRole = Literal[
+    "attention_norm", "attention_post_norm", "attention_sum_norm", "mlp_norm", "mlp_post_norm", "mlp_sum_norm"
+]
 ExpertRole = Literal["expert_gate", "expert_up", "expert_down"]
 
 Role = (
@@ -43,6 +45,7 @@ Role = (
         "output",
         "output_bias",
         "attention_post_norm_bias",
+        "attention_sum_norm_bias",
         "mlp_norm_bias",
         "gate",
         "up",
@@ -51,6 +54,7 @@ Role = (
         "down",
         "down_bias",
         "mlp_post_norm_bias",
+        "mlp_sum_norm_bias",
         # per sparse layer
         "router",
         "shared_router",
@@ -68,8 +72,10 @@ EXPERT_ROLES: tuple[ExpertRole, ...] = get_args(ExpertRole)
 NORM_BIASES: dict[NormRole, Role] = {
     "attention_norm": "attention_norm_bias",
     "attention_post_norm": "attention_post_norm_bias",
+    "attention_sum_norm": "attention_sum_norm_bias",
     "mlp_norm": "mlp_norm_bias",
     "mlp_post_norm": "mlp_post_norm_bias",
+    "mlp_sum_norm": "mlp_sum_norm_bias",
 }
 
 Shape = tuple[int, ...]
@@ -106,8 +112,23 @@ class TensorPart:
         return rows
 
 
-TensorLocation = str | TensorPart
-"""A checkpoint tensor or a part of one."""
+@dataclass(frozen=True, slots=True)
+class TensorProduct:
+    """A matrix that the checkpoint stores as two factors: rows @ factor, computed in float32 while loading.
+
+    - name, factor: tensor names of the rows [outputs, inner] and of the other factor
+    - inner: number of columns of the rows
+    - transposed: the factor is stored [inputs, inner] instead of [inner, inputs]
+    """
+
+    name: str
+    factor: str
+    inner: int
+    transposed: bool = False
+
+
+TensorLocation = str | TensorPart | TensorProduct
+"""A checkpoint tensor, a part of one, or a product of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +167,10 @@ class ExpertsSpec:
 class DecoderSpec:
     """A decoder whose layers add two branches, attention and MLP, to the residual stream x.
 
-        x += post_norm(attention(norm(x))) * residual_scale      x += post_norm(mlp(norm(x))) * residual_scale
+        x = sum_norm(x + post_norm(attention(norm(x))) * residual_scale), and the same with the MLP
 
-    - `layer_norms`: which of the four norms exist. `parallel`: both branches read the same x; without "mlp_norm",
-      the MLP of a parallel layer reads the output of "attention_norm".
+    - `layer_norms`: which of these norms exist. `parallel`: both branches read the same x; without "mlp_norm",
+      the MLP of a parallel layer reads the output of "attention_norm", and there are no "sum" norms.
     - Norms: "rms" (arXiv 1910.07467) or "layer" (arXiv 1607.06450), optionally with biases. `norm_offset` is added
       to the norm weights of the checkpoint.
     - Attention: `num_heads` query heads share `num_kv_heads` key and value heads. Scores are multiplied by
@@ -162,7 +183,8 @@ class DecoderSpec:
       `experts` instead.
     - x starts as the token embedding times `embedding_scale`. With a `position_offset`, row position + offset of a
       learned position table is added; None: there is no table.
-    - logits = lm_head(norm(x)) * `logit_scale`, capped like scores if there is a `logit_softcap`.
+    - logits = lm_head(norm(x)) * `logit_scale`, capped like scores if there is a `logit_softcap`. The norm exists
+      unless `has_final_norm` is False.
     - `max_position`: maximum sequence length in tokens.
     - `has_embedding`, `has_head`: False for a stage of a pipeline that starts with the x of the previous stage, or that
       ends with x instead of logits.
@@ -203,6 +225,7 @@ class DecoderSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    has_final_norm: bool = True
     has_embedding: bool = True
     has_head: bool = True
     tensor_names: Mapping[Role, TensorLocation] = field(hash=False, repr=False)
@@ -240,9 +263,10 @@ def model_shapes(spec: DecoderSpec) -> dict[Role, Shape]:
             shapes["position_embedding"] = (spec.max_position + spec.position_offset, spec.hidden_size)
     if not spec.has_head:
         return shapes
-    shapes["final_norm"] = (spec.hidden_size,)
-    if spec.norm_bias:
-        shapes["final_norm_bias"] = (spec.hidden_size,)
+    if spec.has_final_norm:
+        shapes["final_norm"] = (spec.hidden_size,)
+        if spec.norm_bias:
+            shapes["final_norm_bias"] = (spec.hidden_size,)
     if not spec.tied_embeddings:
         shapes["lm_head"] = (spec.vocab_size, spec.hidden_size)
     if spec.lm_head_bias:

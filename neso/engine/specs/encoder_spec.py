@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from neso.engine.specs.config_fields import ACTIVATIONS as DECODER_ACTIVATIONS
 from neso.engine.specs.config_reader import ConfigReader, UnsupportedModel
+from neso.engine.specs.decoder_spec import TensorPart
+from neso.engine.specs.rotary_spec import RotarySpec
 
-LayerRole = Literal["attention_norm", "query", "key", "value", "output", "mlp_norm", "up", "down"]
-EmbeddingRole = Literal["word", "position", "type", "norm"]
+LayerRole = Literal["attention_norm", "query", "key", "value", "output", "mlp_norm", "gate", "up", "down"]
+EmbeddingRole = Literal["word", "position", "type", "norm", "final_norm"]
 VisionRole = Literal["class_token", "patches", "positions", "first_norm"]
 EncoderActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 
@@ -20,11 +22,17 @@ ACTIVATIONS: dict[str, EncoderActivation] = {**DECODER_ACTIVATIONS, "quick_gelu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStackSpec:
-    """Transformer layers with bidirectional attention within a sequence, LayerNorm, and biases everywhere.
+    """Transformer layers with bidirectional attention within a sequence, and LayerNorm.
 
-    `norm_first`: x += attention(norm(x)); x += mlp(norm(x)) (pre-norm, vision transformers); otherwise
-    x = norm(x + attention(x)); x = norm(x + mlp(x)) (post-norm, BERT). The MLP is down(activation(up(x))).
-    `tensor_names`: name of each role in the checkpoint without ".weight" and ".bias", with placeholder "{layer}".
+    - `norm_first`: x += attention(norm(x)); x += mlp(norm(x)) (pre-norm, vision transformers); otherwise
+      x = norm(x + attention(x)); x = norm(x + mlp(x)) (post-norm, BERT). `has_first_norm`: False if the attention of
+      the first pre-norm layer reads x itself.
+    - The MLP is down(activation(up(x))), or down(activation(gate(x)) * up(x)) if `gated`.
+    - `biased`: the matrices and norms that have a bias.
+    - `rotaries`: rotary embedding of each layer, None for none. `reaches`: for each layer, the number of tokens on each
+      side of a token that it attends to, None for all. Empty: no layer has one.
+    - `tensor_names`: name of each role in the checkpoint without ".weight" and ".bias", with placeholder "{layer}", or
+      the rows of a fused tensor.
     """
 
     hidden_size: int
@@ -35,31 +43,64 @@ class LayerStackSpec:
     norm_eps: float
     activation: EncoderActivation
     norm_first: bool
-    tensor_names: Mapping[LayerRole, str] = field(hash=False, repr=False)
+    has_first_norm: bool = True
+    gated: bool = False
+    biased: frozenset[LayerRole] = frozenset(get_args(LayerRole))
+    rotaries: tuple[RotarySpec | None, ...] = ()
+    reaches: tuple[int | None, ...] = ()
+    tensor_names: Mapping[LayerRole, str | TensorPart] = field(hash=False, repr=False)
 
     @property
     def attention_scale(self) -> float:
         return float(self.head_dim**-0.5)
 
+    def rotary(self, layer: int) -> RotarySpec | None:
+        return self.rotaries[layer] if self.rotaries else None
+
+    def reach(self, layer: int) -> int | None:
+        return self.reaches[layer] if self.reaches else None
+
+    def has_attention_norm(self, layer: int) -> bool:
+        return self.has_first_norm or layer > 0
+
+    def shape(self, role: LayerRole) -> tuple[int, ...]:
+        """Return the shape of a weight: [outputs, inputs], or [hidden] of a norm."""
+        hidden, width = self.hidden_size, self.num_heads * self.head_dim
+        shapes: dict[LayerRole, tuple[int, ...]] = {
+            "attention_norm": (hidden,),
+            "mlp_norm": (hidden,),
+            "output": (hidden, width),
+            "gate": (self.intermediate_size, hidden),
+            "up": (self.intermediate_size, hidden),
+            "down": (hidden, self.intermediate_size),
+        }
+        return shapes.get(role, (width, hidden))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec:
-    """out(activation(dense(x))) of the first token's hidden state.
+    """out(norm(activation(dense(x)))) of the first token's hidden state, or of their mean.
 
-    `labels` name the outputs; with `multi_label` several labels can apply to one input.
+    `labels` name the outputs; with `multi_label` several labels can apply to one input. `norm`: name of the norm, or
+    None. `dense_bias`, `norm_bias`: whether they have a bias.
     """
 
     dense: str
     out: str
-    activation: Literal["tanh", "relu"]
+    activation: EncoderActivation | Literal["tanh"]
     labels: tuple[str, ...]
     multi_label: bool
+    pooling: Literal["cls", "mean"] = "cls"
+    dense_bias: bool = True
+    norm: str | None = None
+    norm_bias: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
-    """Text encoder: norm(word + position + type) goes through the layers.
+    """Text encoder: norm(word + position + type) goes through the layers, and then through a final norm if it has one.
 
+    - num_positions: rows of the table of learned positions; 0 if there is none
     - max_position: maximum sequence length in tokens
     - padding_id: RoBERTa's offset of positions, position = padding_id + 1 + index; None: positions start at 0
     - num_token_types: 0 if there is no token type table
@@ -138,7 +179,7 @@ def require_absolute_positions(config: ConfigReader) -> None:
 
 
 def read_classifier(
-    config: ConfigReader, dense: str, out: str, activation: Literal["tanh", "relu"] = "tanh"
+    config: ConfigReader, dense: str, out: str, activation: EncoderActivation | Literal["tanh"] = "tanh"
 ) -> ClassifierSpec | None:
     """Return the classifier of a "...ForSequenceClassification" architecture; None for other architectures."""
     architectures = config.value("architectures") or []

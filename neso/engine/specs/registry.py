@@ -49,18 +49,19 @@ _OTHER_MODEL_TYPES = {
 MODEL_TYPES = {path.partition(".")[2]: name for name, path in ARCHITECTURES.items()} | _OTHER_MODEL_TYPES
 
 _ENCODER_FAMILIES = {
-    "Bert": "bert",
-    "Roberta": "roberta",
-    "XLMRoberta": "roberta",
-    "Camembert": "roberta",
-    "DistilBert": "distilbert",
+    "Bert": "bert.bert",
+    "Roberta": "bert.roberta",
+    "XLMRoberta": "bert.roberta",
+    "Camembert": "bert.roberta",
+    "DistilBert": "bert.distilbert",
+    "ModernBert": "modernbert.modernbert",
 }
 # The head of a masked language model is ignored, because only its layers are used.
 _ENCODER_HEADS = ("Model", "ForSequenceClassification", "ForMaskedLM")
 ENCODER_ARCHITECTURES = {
     family + head: function for family, function in _ENCODER_FAMILIES.items() for head in _ENCODER_HEADS
 }
-"""Architecture to function in neso/engine/specs/families/bert.py."""
+"""Architecture to "module.function" in neso/engine/specs/families."""
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -83,7 +84,8 @@ def encoder_spec(config: Mapping[str, Any]) -> EncoderSpec | None:
     architectures = config.get("architectures") or []
     for name in architectures if isinstance(architectures, list) else []:
         if name in ENCODER_ARCHITECTURES:
-            spec: EncoderSpec = getattr(_family("bert"), ENCODER_ARCHITECTURES[name])(ConfigReader(config))
+            module, _, function = ENCODER_ARCHITECTURES[name].partition(".")
+            spec: EncoderSpec = getattr(_family(module), function)(ConfigReader(config))
             return spec
     return None
 

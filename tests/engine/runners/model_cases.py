@@ -38,6 +38,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt": ("opt", {}),
     "opt no biases": ("opt", {"enable_bias": False, "tie_word_embeddings": False}),
+    "opt post-norm, projections": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt projections, untied": ("opt", {"word_embed_proj_dim": 56, "tie_word_embeddings": False}),
     "phi": ("phi", {}),
     "granite": ("granite", MULTIPLIERS),
     "olmo2": ("olmo2", {}),

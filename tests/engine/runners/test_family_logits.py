@@ -60,7 +60,7 @@ def test_logits_equal_transformers(checkpoint_factory: Factory, runner: str, nam
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["gemma2", "gpt_neox", "opt", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_neox", "opt post-norm, projections", "qwen2_moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_instruction_set(
     checkpoint_factory: Factory, monkeypatch: pytest.MonkeyPatch, isa: str, name: str, dtype: str
@@ -82,7 +82,9 @@ ALL_EXPERTS = {"mixtral": {"num_experts_per_tok": 4}, "qwen2_moe": {"num_experts
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int8_dynamic"])
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "gpt2", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "phi3", "gpt2", "opt post-norm, projections", "mixtral", "qwen2_moe"]
+)
 def test_quantization_while_loading(
     checkpoint_factory: Factory, monkeypatch: pytest.MonkeyPatch, name: str, quantization: Any
 ) -> None:

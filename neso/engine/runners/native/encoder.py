@@ -10,11 +10,12 @@ import numpy.typing as npt
 
 import neso._native as _native
 from neso.engine.host_resources import available_cores
-from neso.engine.runners.base import Float32Array, Int32Array, LayerStack
+from neso.engine.runners.base import Float32Array, Int32Array, LayerStack, positions_in_sequences
 from neso.engine.runners.native.packing import DTYPES, KINDS, Packer, reject_fp8
+from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
 from neso.engine.specs.encoder_spec import LayerRole, LayerStackSpec
-from neso.engine.weights.model_tensors import EncoderTensors
+from neso.engine.weights.model_tensors import EncoderTensors, LayerTensors
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class NativeLayerStack(LayerStack):
         self, spec: LayerStackSpec, layers: list[_native.EncoderLayer], cache_kind: str, threads: int
     ) -> None:
         self.spec = spec
+        self._rotary = RotaryTables(spec.rotaries)
         self._layers = layers  # the encoder holds pointers to them
         self._encoder = _native.Encoder(
             hidden_size=spec.hidden_size,
@@ -56,39 +58,42 @@ class NativeLayerStack(LayerStack):
 
     def run(self, x: Float32Array, starts: Int32Array) -> Float32Array:
         x = np.require(x, np.float32, ["C", "W"])
-        self._encoder.run(x, np.ascontiguousarray(starts, np.int32))
+        starts = np.ascontiguousarray(starts, np.int32)
+        rotary = self._rotary.lookup(positions_in_sequences(starts)).values()
+        self._encoder.run(x, starts, list(rotary))
         return x
 
 
 def _load_layer(
     spec: LayerStackSpec, tensors: EncoderTensors, packer: Packer, layer: int
 ) -> _native.EncoderLayer:
-    hidden, width = spec.hidden_size, spec.num_heads * spec.head_dim
+    read = LayerTensors(spec, tensors, layer)
 
     def norm(role: LayerRole) -> npt.NDArray[np.float32]:
-        name = spec.tensor_names[role].format(layer=layer)
-        return np.stack([tensors.weight(name, (hidden,)), tensors.bias(name, hidden)])
+        bias = read.bias(role)
+        return np.stack([read.weight(role)] if bias is None else [read.weight(role), bias])
 
-    def packed(outputs: int, inputs: int, *roles: LayerRole) -> _native.Matrix:
-        names = [spec.tensor_names[role].format(layer=layer) for role in roles]
-        bias = np.concatenate([tensors.bias(name, outputs) for name in names])
-        return packer.pack([tensors.matrix(name, (outputs, inputs)) for name in names], bias).native()
+    def packed(*roles: LayerRole) -> _native.Matrix:
+        return packer.pack([read.matrix(role) for role in roles], read.biases(*roles)).native()
 
+    rotary, reach = spec.rotary(layer), spec.reach(layer)
     return _native.EncoderLayer(
-        norm("attention_norm"),
-        packed(width, hidden, "query", "key", "value"),
-        packed(hidden, width, "output"),
+        norm("attention_norm") if spec.has_attention_norm(layer) else None,
+        packed("query", "key", "value"),
+        packed("output"),
         norm("mlp_norm"),
-        packed(spec.intermediate_size, hidden, "up"),
-        packed(hidden, spec.intermediate_size, "down"),
+        packed("gate") if spec.gated else None,
+        packed("up"),
+        packed("down"),
+        reach=-1 if reach is None else reach,
+        rotary=-1 if rotary is None else RotaryTables(spec.rotaries).index(rotary),
     )
 
 
 def _dense_dtype(spec: LayerStackSpec, tensors: EncoderTensors, options: RunnerOptions) -> np.dtype[Any]:
     if options.dtype != "auto":
         return DTYPES[options.dtype]
-    name = spec.tensor_names["up"].format(layer=0)
-    found = tensors.matrix(name, (spec.intermediate_size, spec.hidden_size))
+    found = LayerTensors(spec, tensors, 0).matrix("up")
     if isinstance(found, np.ndarray) and found.dtype in KINDS:
         return found.dtype
     return DTYPES["float32"]

@@ -165,7 +165,7 @@ def _layer_vectors(spec: DecoderSpec) -> list[Role]:
 
 
 def _final_vectors(spec: DecoderSpec) -> list[Role]:
-    if not spec.has_head:
+    if not spec.has_head or not spec.has_final_norm:
         return []
     return ["final_norm", "final_norm_bias"] if spec.norm_bias else ["final_norm"]
 

@@ -6,30 +6,32 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from neso.engine.runners.base import Float32Array, Int32Array, LayerStack
+from neso.engine.runners.base import Float32Array, Int32Array, LayerStack, positions_in_sequences
 from neso.engine.runners.reference.attention import softmax_weighted
 from neso.engine.runners.reference.layers import ACTIVATIONS, layer_norm, linear
+from neso.engine.runners.reference.rotary import cos_sin, rotate
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
 from neso.engine.specs.encoder_spec import LayerRole, LayerStackSpec
-from neso.engine.weights.model_tensors import EncoderTensors
+from neso.engine.weights.model_tensors import EncoderTensors, LayerTensors
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A matrix [outputs, inputs] with its bias, or weight and bias of a norm."""
+    """A matrix [outputs, inputs] with its bias if it has one, or weight and bias of a norm."""
 
     weight: Float32Array
-    bias: Float32Array
+    bias: Float32Array | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """Matrices are [outputs, inputs]; `qkv` stacks queries, keys and values."""
 
-    attention_norm: Affine
+    attention_norm: Affine | None
     qkv: Affine
     output: Affine
     mlp_norm: Affine
+    gate: Affine | None
     up: Affine
     down: Affine
 
@@ -51,47 +53,59 @@ class ReferenceLayerStack(LayerStack):
 
     def run(self, x: Float32Array, starts: Int32Array) -> Float32Array:
         spec = self.spec
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             if spec.norm_first:
-                x = x + self._attention(layer, self._norm(x, layer.attention_norm), starts)
+                x = x + self._attention(index, layer, self._norm(x, layer.attention_norm), starts)
                 x = x + self._mlp(layer, self._norm(x, layer.mlp_norm))
             else:
-                x = self._norm(x + self._attention(layer, x, starts), layer.attention_norm)
+                x = self._norm(x + self._attention(index, layer, x, starts), layer.attention_norm)
                 x = self._norm(x + self._mlp(layer, x), layer.mlp_norm)
         return x
 
-    def _norm(self, x: Float32Array, norm: Affine) -> Float32Array:
-        return layer_norm(x, norm.weight, norm.bias, self.spec.norm_eps)
+    def _norm(self, x: Float32Array, norm: Affine | None) -> Float32Array:
+        return x if norm is None else layer_norm(x, norm.weight, norm.bias, self.spec.norm_eps)
 
     def _mlp(self, layer: LayerWeights, x: Float32Array) -> Float32Array:
-        activated = ACTIVATIONS[self.spec.activation](linear(x, layer.up.weight, layer.up.bias))
+        activation, up = ACTIVATIONS[self.spec.activation], linear(x, layer.up.weight, layer.up.bias)
+        if layer.gate is None:
+            activated = activation(up)
+        else:
+            activated = activation(linear(x, layer.gate.weight, layer.gate.bias)) * up
         return linear(activated, layer.down.weight, layer.down.bias)
 
-    def _attention(self, layer: LayerWeights, x: Float32Array, starts: Int32Array) -> Float32Array:
-        spec = self.spec
+    def _attention(
+        self, index: int, layer: LayerWeights, x: Float32Array, starts: Int32Array
+    ) -> Float32Array:
+        spec, rotary, reach = self.spec, self.spec.rotary(index), self.spec.reach(index)
         qkv = linear(x, layer.qkv.weight, layer.qkv.bias).reshape(len(x), 3, spec.num_heads, spec.head_dim)
+        if rotary is not None:
+            cos, sin = cos_sin(rotary, positions_in_sequences(starts))
+            for heads in (qkv[:, 0], qkv[:, 1]):
+                rotate(heads, cos, sin)
         attended = np.empty((len(x), spec.num_heads, spec.head_dim), np.float32)
         for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             queries, keys, values = qkv[start:end].transpose(1, 2, 0, 3)  # [heads, tokens, head_dim]
             scores = (queries * np.float32(spec.attention_scale)) @ keys.swapaxes(-1, -2)
+            if reach is not None:
+                places = np.arange(end - start)
+                scores[:, np.abs(places[:, None] - places) > reach] = -np.inf
             attended[start:end] = softmax_weighted(scores, values).swapaxes(0, 1)
         return linear(attended.reshape(len(x), -1), layer.output.weight, layer.output.bias)
 
 
 def _read_layer(spec: LayerStackSpec, tensors: EncoderTensors, layer: int) -> LayerWeights:
     """Read the weights of one layer in float32. Raises `CheckpointError`."""
-    hidden, width = spec.hidden_size, spec.num_heads * spec.head_dim
+    read = LayerTensors(spec, tensors, layer)
 
-    def affine(role: LayerRole, *shape: int) -> Affine:
-        name = spec.tensor_names[role].format(layer=layer)
-        return Affine(tensors.weight(name, shape), tensors.bias(name, shape[0]))
+    def affine(*roles: LayerRole) -> Affine:
+        return Affine(np.concatenate([read.weight(role) for role in roles]), read.biases(*roles))
 
-    qkv = [affine(role, width, hidden) for role in ("query", "key", "value")]
     return LayerWeights(
-        attention_norm=affine("attention_norm", hidden),
-        qkv=Affine(np.concatenate([a.weight for a in qkv]), np.concatenate([a.bias for a in qkv])),
-        output=affine("output", hidden, width),
-        mlp_norm=affine("mlp_norm", hidden),
-        up=affine("up", spec.intermediate_size, hidden),
-        down=affine("down", hidden, spec.intermediate_size),
+        attention_norm=affine("attention_norm") if spec.has_attention_norm(layer) else None,
+        qkv=affine("query", "key", "value"),
+        output=affine("output"),
+        mlp_norm=affine("mlp_norm"),
+        gate=affine("gate") if spec.gated else None,
+        up=affine("up"),
+        down=affine("down"),
     )

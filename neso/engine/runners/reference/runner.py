@@ -108,7 +108,7 @@ class ReferenceRunner(SpecRunner):
         if not spec.has_head:
             self._ranks.send(x)
             return np.empty((0, self.vocab_size), np.float32)
-        assert weights.final_norm is not None and weights.lm_head is not None
+        assert weights.lm_head is not None
         self._row_states = _norm(spec, x[plan.logits_rows], weights.final_norm)
         pooling = plan.part(PoolingPlan)
         if pooling is not None:
@@ -161,12 +161,12 @@ class ReferenceRunner(SpecRunner):
         normed = _norm(spec, x, norms.get("attention_norm"))
         attended = self._branch(state.attention(index, layer, normed), norms.get("attention_post_norm"))
         if not spec.parallel:
-            x = x + attended
+            x = _norm(spec, x + attended, norms.get("attention_sum_norm"))
         if "mlp_norm" in norms or not spec.parallel:
             normed = _norm(spec, x, norms.get("mlp_norm"))
         adapt = partial(state.adapters.adapt, index)
         result = self._branch(run_mlp(spec, layer.mlp, normed, adapt), norms.get("mlp_post_norm"))
-        return x + attended + result if spec.parallel else x + result
+        return x + attended + result if spec.parallel else _norm(spec, x + result, norms.get("mlp_sum_norm"))
 
     def _branch(self, result: Float32Array, post_norm: NormWeights | None) -> Float32Array:
         """Return the branch's contribution to the residual stream: its results on all ranks are summed."""

@@ -129,7 +129,9 @@ class Decoder:
             projected = adapt(("output",), attended, layer.output(attended))
             branch = self._branch(projected, layer.norms.get("attention_post_norm"), summed=at_once)
             if not spec.parallel:
-                x = self._add_norm(branch, residual, layer.norms.get("mlp_norm"))
+                residual, x = self._add_norm(
+                    branch, residual, layer.norms.get("attention_sum_norm"), layer.norms.get("mlp_norm")
+                )
             elif "mlp_norm" in layer.norms:
                 x = self._norm(residual, layer.norms["mlp_norm"])
             result = self._branch(
@@ -142,7 +144,7 @@ class Decoder:
             if at_once:
                 self.ranks.sum(result)
             next_norm = self.weights.final_norm if last else layers[index + 1].norms.get("attention_norm")
-            x = self._add_norm(result, residual, next_norm)
+            residual, x = self._add_norm(result, residual, layer.norms.get("mlp_sum_norm"), next_norm)
         if not spec.has_head:
             self.ranks.send(x)
         return x
@@ -175,12 +177,16 @@ class Decoder:
             return self.operations.rms_norm(x, norm.weight, self.spec.norm_eps)
         return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.spec.norm_eps)
 
-    def _add_norm(self, branch: Tensor, residual: Tensor, norm: Norm | None) -> Tensor:
-        """Add branch to residual, in place; return norm(residual)."""
-        if norm is not None and self.spec.norm == "rms":
-            return self.operations.add_rms_norm(branch, residual, norm.weight, self.spec.norm_eps)
+    def _add_norm(
+        self, branch: Tensor, residual: Tensor, sum_norm: Norm | None, norm: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return sum_norm(residual + branch) and the norm of that. May overwrite residual."""
+        if sum_norm is None and norm is not None and self.spec.norm == "rms":
+            normed = self.operations.add_rms_norm(branch, residual, norm.weight, self.spec.norm_eps)
+            return residual, normed
         residual += branch
-        return self._norm(residual, norm)
+        residual = self._norm(residual, sum_norm)
+        return residual, self._norm(residual, norm)
 
     def _branch(self, result: Tensor, post_norm: Norm | None, summed: bool) -> Tensor:
         """Return the branch's contribution to the residual stream.

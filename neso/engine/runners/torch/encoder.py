@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from neso.engine.runners.base import Float32Array, Int32Array, LayerStack
+from neso.engine.runners.base import Float32Array, Int32Array, LayerStack, positions_in_sequences
+from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
 from neso.engine.runners.torch.device_runner import prepare_device
 from neso.engine.runners.torch.step_inputs import send
 from neso.engine.specs.encoder_spec import EncoderActivation, LayerRole, LayerStackSpec
-from neso.engine.weights.model_tensors import EncoderTensors
+from neso.engine.weights.model_tensors import EncoderTensors, LayerTensors
 from neso.engine.weights.quantized import dense
 
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Tensor, Tensor | None]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -33,12 +35,13 @@ _ACTIVATIONS: dict[EncoderActivation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """(weight, bias) of each product and norm."""
+    """(weight, bias) of each product and norm; None: there is no such norm or product, or no bias."""
 
-    attention_norm: Pair
+    attention_norm: Pair | None
     qkv: Pair
     output: Pair
     mlp_norm: Pair
+    gate: Pair | None
     up: Pair
     down: Pair
 
@@ -49,6 +52,7 @@ class TorchLayerStack(LayerStack):
     def __init__(self, spec: LayerStackSpec, layers: list[_Layer], device: torch.device) -> None:
         self.spec = spec
         self._layers, self._device = layers, device
+        self._rotary = RotaryTables(spec.rotaries)
         self._dtype = layers[0].up[0].dtype if layers else torch.float32
 
     @classmethod
@@ -67,83 +71,132 @@ class TorchLayerStack(LayerStack):
         spec = self.spec
         hidden = send(x, self._device).to(self._dtype)
         padding = _Padding.of(starts, self._device)
-        for layer in self._layers:
+        tables = self._rotary.lookup(positions_in_sequences(starts))
+        rotations = {
+            rotary: (send(cos, self._device)[:, None], send(sin, self._device)[:, None])
+            for rotary, (cos, sin) in tables.items()
+        }
+        for index, layer in enumerate(self._layers):
+            rotary = spec.rotary(index)
+            attention = partial(
+                self._attention,
+                layer,
+                padding=padding,
+                mask=padding.mask(spec.reach(index)),
+                rotation=None if rotary is None else rotations[rotary],
+            )
             if spec.norm_first:
-                hidden = hidden + self._attention(layer, self._norm(hidden, layer.attention_norm), padding)
+                hidden = hidden + attention(self._norm(hidden, layer.attention_norm))
                 hidden = hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm))
             else:
-                hidden = self._norm(hidden + self._attention(layer, hidden, padding), layer.attention_norm)
+                hidden = self._norm(hidden + attention(hidden), layer.attention_norm)
                 hidden = self._norm(hidden + self._mlp(layer, hidden), layer.mlp_norm)
         result: Float32Array = hidden.float().cpu().numpy()
         return result
 
-    def _norm(self, x: Tensor, norm: Pair) -> Tensor:
+    def _norm(self, x: Tensor, norm: Pair | None) -> Tensor:
+        if norm is None:
+            return x
         return functional.layer_norm(x, (x.shape[-1],), *norm, self.spec.norm_eps)
 
     def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
-        activated = _ACTIVATIONS[self.spec.activation](functional.linear(x, *layer.up))
+        activation, up = _ACTIVATIONS[self.spec.activation], functional.linear(x, *layer.up)
+        if layer.gate is None:
+            activated = activation(up)
+        else:
+            activated = activation(functional.linear(x, *layer.gate)) * up
         return functional.linear(activated, *layer.down)
 
-    def _attention(self, layer: _Layer, x: Tensor, padding: _Padding) -> Tensor:
+    def _attention(
+        self,
+        layer: _Layer,
+        x: Tensor,
+        padding: _Padding,
+        mask: Tensor | None,
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
         spec = self.spec
         qkv = functional.linear(x, *layer.qkv)
+        if rotation is not None:
+            heads = qkv.view(len(x), 3, spec.num_heads, spec.head_dim)
+            _rotate(heads[:, :2].flatten(1, 2), *rotation)
         padded = qkv.new_zeros(padding.num_sequences * padding.longest, qkv.shape[1])
         padded[padding.rows] = qkv
         shape = (padding.num_sequences, padding.longest, 3, spec.num_heads, spec.head_dim)
         queries, keys, values = padded.view(shape).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=padding.mask, scale=spec.attention_scale
+            queries, keys, values, attn_mask=mask, scale=spec.attention_scale
         )
         flat = attended.transpose(1, 2).flatten(2).flatten(0, 1)[padding.rows]
         return functional.linear(flat, *layer.output)
 
 
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate heads[T, heads, head_dim] in place by cosines and sines float32[T, 1, rotary_dim / 2]."""
+    half = cos.shape[-1]
+    first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+    heads[..., : 2 * half] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
 def _read_layer(
     spec: LayerStackSpec, tensors: EncoderTensors, layer: int, device: torch.device, dtype: torch.dtype
 ) -> _Layer:
-    hidden, width = spec.hidden_size, spec.num_heads * spec.head_dim
+    read = LayerTensors(spec, tensors, layer)
 
-    def pair(*roles: LayerRole, shape: tuple[int, ...]) -> Pair:
+    def pair(*roles: LayerRole) -> Pair:
         """Return weights and biases of these roles, stacked along the outputs."""
-        names = [spec.tensor_names[role].format(layer=layer) for role in roles]
-        weight = torch.cat([torch.from_numpy(tensors.weight(name, shape)) for name in names])
-        bias = torch.cat([torch.from_numpy(tensors.bias(name, shape[0])) for name in names])
-        return weight.to(device, dtype), bias.to(device, dtype)
+        weight = torch.cat([torch.from_numpy(read.weight(role)) for role in roles])
+        bias = read.biases(*roles)
+        return weight.to(device, dtype), None if bias is None else torch.from_numpy(bias).to(device, dtype)
 
     return _Layer(
-        attention_norm=pair("attention_norm", shape=(hidden,)),
-        qkv=pair("query", "key", "value", shape=(width, hidden)),
-        output=pair("output", shape=(hidden, width)),
-        mlp_norm=pair("mlp_norm", shape=(hidden,)),
-        up=pair("up", shape=(spec.intermediate_size, hidden)),
-        down=pair("down", shape=(hidden, spec.intermediate_size)),
+        attention_norm=pair("attention_norm") if spec.has_attention_norm(layer) else None,
+        qkv=pair("query", "key", "value"),
+        output=pair("output"),
+        mlp_norm=pair("mlp_norm"),
+        gate=pair("gate") if spec.gated else None,
+        up=pair("up"),
+        down=pair("down"),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Padding:
-    """Padded layout of a flat batch: row of each token int64[T], mask of real keys bool[S, 1, 1, L] or None."""
+    """Padded layout of a flat batch: row of each token int64[T], real keys bool[S, 1, 1, L] or None if all are."""
 
     num_sequences: int
     longest: int
     rows: Tensor
-    mask: Tensor | None
+    real: Tensor | None
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, starts: Int32Array, device: torch.device) -> _Padding:
         lengths = np.diff(starts).astype(np.int64)
         longest = int(lengths.max())
-        offsets = np.arange(starts[-1], dtype=np.int64) - np.repeat(starts[:-1], lengths)
-        rows = np.repeat(np.arange(len(lengths)) * longest, lengths) + offsets
-        mask = None
+        rows = np.repeat(np.arange(len(lengths)) * longest, lengths) + positions_in_sequences(starts)
+        real = None
         if (lengths != longest).any():
-            mask = send(np.arange(longest) < lengths[:, None], device)[:, None, None]
-        return cls(len(lengths), longest, send(rows, device), mask)
+            real = send(np.arange(longest) < lengths[:, None], device)[:, None, None]
+        return cls(len(lengths), longest, send(rows, device), real)
+
+    def mask(self, reach: int | None) -> Tensor | None:
+        """Return the keys that a query attends to, bool[1 or S, 1, 1 or L, L]; None for all."""
+        if reach not in self._masks:
+            self._masks[reach] = self.real if reach is None else self._within(reach)
+        return self._masks[reach]
+
+    def _within(self, reach: int) -> Tensor:
+        places = torch.arange(self.longest, device=self.rows.device)
+        near = ((places[:, None] - places).abs() <= reach)[None, None]
+        if self.real is None:
+            return near
+        # The queries of the padding attend to something, because a softmax over nothing is not a number.
+        return near & self.real | (near & ~self.real.mT)
 
 
 def _dtype(spec: LayerStackSpec, tensors: EncoderTensors, options: RunnerOptions) -> torch.dtype:
     if options.dtype != "auto":
         return _DTYPES[options.dtype]
-    name = spec.tensor_names["up"].format(layer=0)
-    found = dense(tensors.matrix(name, (spec.intermediate_size, spec.hidden_size)))
+    found = dense(LayerTensors(spec, tensors, 0).matrix("up"))
     return _DTYPES.get(found.dtype.name, torch.float32)

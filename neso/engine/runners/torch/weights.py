@@ -147,10 +147,8 @@ def _choose_dtype(tensors: DecoderTensors, options: RunnerOptions) -> torch.dtyp
     """Return the dtype of activations and dense weights, the same on all ranks: by default that of the embedding."""
     if options.dtype != "auto":
         return _NAMED[options.dtype]
-    found = tensors.matrix("embedding")
-    if isinstance(found, np.ndarray):
-        return _DTYPES.get(found.dtype, torch.float32)
-    return torch.bfloat16
+    found = tensors.stored_dtype("embedding")
+    return torch.bfloat16 if found is None else _DTYPES.get(found, torch.float32)
 
 
 class WeightLoader:
@@ -180,9 +178,9 @@ class WeightLoader:
             positions = self._dense(tensors.table("position_embedding"))
         final_norm, lm_head = None, None
         if spec.has_head:
-            final_norm = Norm(
-                self._vector("final_norm"), self._vector("final_norm_bias") if spec.norm_bias else None
-            )
+            if spec.has_final_norm:
+                bias = self._vector("final_norm_bias") if spec.norm_bias else None
+                final_norm = Norm(self._vector("final_norm"), bias)
             head = embedding if spec.tied_embeddings else self._dense(tensors.matrix("lm_head"))
             assert head is not None
             # Not quantized, because rounding errors directly affect the logits.
