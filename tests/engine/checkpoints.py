@@ -43,6 +43,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     # Narrow windows, so that short texts exceed them.
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 20, "tie_word_embeddings": True, **_WINDOWED},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 20, "tie_word_embeddings": True, **_WINDOWED},
+    "gemma": {"head_dim": 16, "tie_word_embeddings": True},
+    "smollm3": {"tie_word_embeddings": True},
+    "olmo3": {**_WINDOWED},
     "phi3": {},
     "gpt2": {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True},
     "gpt_bigcode": {"tie_word_embeddings": True},

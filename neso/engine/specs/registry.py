@@ -18,6 +18,7 @@ from neso.engine.specs.encoder_spec import EncoderSpec
 ARCHITECTURES = {
     "CohereForCausalLM": "cohere.cohere",
     "Cohere2ForCausalLM": "cohere.cohere2",
+    "GemmaForCausalLM": "gemma.gemma",
     "Gemma2ForCausalLM": "gemma.gemma2",
     "Gemma3ForCausalLM": "gemma.gemma3",
     "Gemma3ForConditionalGeneration": "gemma.gemma3_multimodal",
@@ -29,6 +30,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral.mistral",
     "MixtralForCausalLM": "mistral.mixtral",
     "Olmo2ForCausalLM": "olmo.olmo2",
+    "Olmo3ForCausalLM": "olmo.olmo3",
     "OlmoeForCausalLM": "olmo.olmoe",
     "OPTForCausalLM": "opt.opt",
     "PhiForCausalLM": "phi.phi",
@@ -37,6 +39,7 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": "qwen.qwen2_moe",
     "Qwen3ForCausalLM": "qwen.qwen3",
     "Qwen3MoeForCausalLM": "qwen.qwen3_moe",
+    "SmolLM3ForCausalLM": "smollm3.smollm3",
     "StableLmForCausalLM": "stablelm.stablelm",
     "Starcoder2ForCausalLM": "starcoder2.starcoder2",
 }

@@ -18,6 +18,7 @@ MULTIPLIERS = {
 }
 
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
     "gemma2 untied, no caps": (
         "gemma2",
@@ -43,6 +44,13 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {}),
     "granite": ("granite", MULTIPLIERS),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "olmo3 scaled": ("olmo3", {"rope_parameters": TWO_BASES}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "smollm3 windows": (
+        "smollm3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9},
+    ),
     "starcoder2": ("starcoder2", {"sliding_window": 9}),
     "starcoder2 no biases": ("starcoder2", {"use_bias": False}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),

@@ -170,6 +170,18 @@ def test_old_gemma3_configs(checkpoint_factory: Factory, tmp_path: Path) -> None
     np.testing.assert_allclose(logits(load(old, "reference"), tokens, [40]), expected, atol=ATOL)
 
 
+def test_old_olmo3_configs(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    """As on the hub: `rope_theta`, and a `rope_scaling` of the layers without a window."""
+    import shutil
+
+    old = shutil.copytree(checkpoint_factory("olmo3"), tmp_path / "old")
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    rewrite_config(old, remove=("rope_parameters",), rope_theta=500_000.0, rope_scaling=scaling)
+    tokens = random_tokens(40)
+    expected = oracle_logits(load_oracle(old), tokens)
+    np.testing.assert_allclose(logits(load(old, "reference"), tokens, [40]), expected, atol=ATOL)
+
+
 def test_multimodal_gemma3_language_model(tmp_path: Path) -> None:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 

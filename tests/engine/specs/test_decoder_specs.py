@@ -236,6 +236,27 @@ def test_invalid_values_raise_only_spec_errors(field: str, value: Any) -> None:
         assert isinstance(spec, DecoderSpec)
 
 
+@pytest.mark.parametrize(
+    ("fields", "activation"),
+    [
+        ({}, "gelu_tanh"),
+        ({"hidden_act": "gelu"}, "gelu_tanh"),
+        ({"hidden_act": "gelu", "hidden_activation": None}, "gelu_tanh"),
+        ({"hidden_act": "gelu", "hidden_activation": "relu"}, "relu"),
+        ({"hidden_act": "silu"}, "silu"),
+    ],
+)
+def test_gelu_of_gemma_1_is_the_tanh_approximation(fields: dict[str, Any], activation: str) -> None:
+    config = {**OLD_LLAMA, "architectures": ["GemmaForCausalLM"], "hidden_act": None, **fields}
+    assert decoder_spec(config).activation == activation
+
+
+def test_wrong_layers_of_smollm3_name_the_field() -> None:
+    config = {**OLD_LLAMA, "architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}
+    with pytest.raises(InvalidConfig, match="no_rope_layers"):
+        decoder_spec(config)
+
+
 def test_spec_is_hashable_and_pickles() -> None:
     import pickle
 

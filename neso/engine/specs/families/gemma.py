@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3."""
+"""Gemma 1 to 3."""
 
 from __future__ import annotations
 
@@ -36,6 +36,30 @@ _MULTIMODAL_NAMES: dict[Role, TensorLocation] = {
 }
 _MAX_POSITION = 131072
 _THETAS = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
+
+
+def gemma(config: ConfigReader) -> DecoderSpec:
+    """Llama with scaled embeddings, norm weights offset by 1, and GELU."""
+    require_value(config, "use_bidirectional_attention", False)
+    activation = read_activation(
+        config,
+        "hidden_activation" if config.has("hidden_activation") else "hidden_act",
+        "gelu_pytorch_tanh",
+    )
+    attention_bias = config.boolean("attention_bias", False)
+    return llama.read_llama(
+        config.without("hidden_act"),
+        default_length=8192,
+        head_dim=256,
+        family="gemma",
+        norm_offset=1.0,
+        # The first checkpoints say "gelu" and were trained with the tanh approximation.
+        activation="gelu_tanh" if activation == "gelu" else activation,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        tied_embeddings=config.boolean("tie_word_embeddings", True),
+        embedding_scale=config.integer("hidden_size") ** 0.5,
+    )
 
 
 def gemma2(config: ConfigReader) -> DecoderSpec:
