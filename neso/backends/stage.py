@@ -122,6 +122,7 @@ class StageBackend(Backend):
             if core.options.backend_directory is None
             else str(core.options.backend_directory),
             disable_auto_complete_config=core.options.disable_auto_complete_config,
+            verbose=logger.isEnabledFor(logging.DEBUG),
         )
         worker: Worker = LocalWorker("neso.cluster.stages.worker_process", options, self._hub.connections)
         restarts = Restarts(MAX_RESTARTS, restart_counter(context.metrics), RESTART_WINDOW)

@@ -11,7 +11,7 @@ from typing import Any
 from neso.cli.flag_command import FlagCommand, help_text
 from neso.cli.flag_values import FlagValues, OptionError
 from neso.cli.serve_flags import ENGINE_CONFIG, ENGINE_FLAGS, LORA_MODULES, SPECULATIVE_CONFIG
-from neso.flags import Flag, declarations, flags_of, number
+from neso.flags import Flag, declarations, flags_of, integer, number
 from neso.server.options import ServerOptions
 
 SUMMARY = (
@@ -54,6 +54,7 @@ TOPICS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("name", "Name of the worker, unique among those of the server.", default_text="HOST-PID"),
         Flag("drain-seconds", "Seconds to finish running requests after SIGTERM.", number(0.0), 30.0),
+        Flag("log-verbose", "1: log each request.", integer(0), 0),
     ),
     "Stage": (
         Flag("stage", "Execute this model of the repository instead of a MODEL.", metavar="NAME"),
@@ -121,6 +122,7 @@ def _read_stage(values: FlagValues) -> Any:
         name=_name(values),
         token_file=values["token-file"],
         drain_seconds=values["drain-seconds"],
+        verbose=values["log-verbose"] > 0,
         backend_config=server.backend_config,
         backend_directory=None if server.backend_directory is None else str(server.backend_directory),
         model_config_name=server.model_config_name,
@@ -176,4 +178,5 @@ def _read(values: FlagValues) -> Any:
         name=name,
         token=read_token(values["token-file"]) if nats is None else None,
         drain_seconds=values["drain-seconds"],
+        verbose=values["log-verbose"] > 0,
     )

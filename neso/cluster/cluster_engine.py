@@ -22,6 +22,7 @@ from neso.cluster.worker import WorkerOptions, checkpoint_digest, default_name, 
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.engine_client import load_engine_tokenizer
 from neso.engine.client.engine_group import sum_info
+from neso.engine.client.output_processor import RequestState
 from neso.engine.cluster_config import MIXED, Roles, is_nats
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
@@ -30,6 +31,7 @@ from neso.engine.placement import place_engines
 from neso.engine.text.tokenizer import EngineTokenizer
 from neso.engine.text.tokenizer_files import TokenizerError
 from neso.engine.vision.image_prompt import ImagePrompt, open_image_prompt
+from neso.generation.spans import Span
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ class ClusterEngine(AsyncEngine):
         self.cluster, self.local = channel, local
         self._directory = directory
         channel.connections.on_change(self._on_workers)
+        channel.on_span = self._add_span
 
     @classmethod
     async def open(cls, config: EngineConfig, gpus: Sequence[str] = ()) -> ClusterEngine:
@@ -92,7 +95,11 @@ class ClusterEngine(AsyncEngine):
             LocalWorker(
                 "neso.cluster.worker_process",
                 WorkerOptions(
-                    config=one, address=local_address, name=f"{prefix}{_name(number, roles)}", roles=roles
+                    config=one,
+                    address=local_address,
+                    name=f"{prefix}{_name(number, roles)}",
+                    roles=roles,
+                    verbose=logger.isEnabledFor(logging.DEBUG),
                 ),
                 channel.connections,
             )
@@ -117,6 +124,11 @@ class ClusterEngine(AsyncEngine):
     def _on_workers(self) -> None:
         for worker in self.local.engines:
             worker.kill_if_lost()
+
+    def _add_span(self, request_id: str, span: Span) -> None:
+        state, _ = self._requests.get(request_id, (None, None))
+        if isinstance(state, RequestState) and state.tracer is not None:
+            state.tracer.add_span(span)
 
     async def stop(self, timeout: float = 5.0) -> None:
         await super().stop(timeout)

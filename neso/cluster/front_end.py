@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -20,6 +21,7 @@ from neso.cluster.connections import LEASE_SECONDS, WorkerConnections
 from neso.cluster.jetstream.front_end import NatsFrontEndSocket
 from neso.cluster.messages import Cancel, Cost, EngineEvent, Frame, Grant, Report, Tell
 from neso.cluster.pulls import CreditPulls, Pulls
+from neso.cluster.request_trace import RequestTrace
 from neso.cluster.roles import control_roles
 from neso.cluster.router import Router
 from neso.cluster.sockets import FrontEndSocket
@@ -45,6 +47,7 @@ from neso.engine.ipc.messages import (
     command_encoder,
 )
 from neso.generation.output import FinishReason
+from neso.generation.spans import Span
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,8 @@ class ClusterChannel(EngineChannel):
             self._loop.time,
         )
         self.counters = ClusterCounters()
+        self.on_span: Callable[[str, Span], None] = lambda request_id, span: None
+        """Called with the id of a traced request and a span that has ended."""
         self._pulls = pulls if pulls is not None else CreditPulls()
         self._pulls.attach(self)
         self._router = Router(config.cluster.min_remote_prefill, self._pulls.may_start)
@@ -179,6 +184,8 @@ class ClusterChannel(EngineChannel):
         except QueueFull as error:
             self._outputs.append(SequenceOutput.failed(request.request_id, 0, str(error), refused=True))
             return
+        if request.trace:
+            job.trace = RequestTrace(job.num_prompt_tokens, lambda span: self.on_span(job.id, span))
         if request.queue_timeout_ms is not None:
             self._loop.call_later(request.queue_timeout_ms / 1000, self._expire)
         self._pulls.waits(job)
@@ -201,8 +208,10 @@ class ClusterChannel(EngineChannel):
         if job.worker is not None:
             self.connections.send(job.worker.name, Cancel(job.id, job.attempt, index))
 
-    def _end(self, job: Job) -> None:
-        """Forget a request, and free the blocks that a worker holds for it."""
+    def _end(self, job: Job, error: str = "") -> None:
+        """Forget a request, and free the blocks that a worker holds for it. `error`: why it has failed."""
+        if job.trace is not None:
+            job.trace.ended(error)
         self._release_export(job)
         self.queue.ack(job)
         self._pulls.ended(job)
@@ -220,7 +229,7 @@ class ClusterChannel(EngineChannel):
 
     def _fail(self, job: Job, message: str, *, refused: bool = False) -> None:
         """End a request with an error."""
-        self._end(job)
+        self._end(job, message)
         self._outputs.append(SequenceOutput.failed(job.id, 0, message, refused=refused))
 
     def _dispatch(self) -> None:
@@ -248,10 +257,14 @@ class ClusterChannel(EngineChannel):
             assert job.export is not None
             self.counters.remote_prefills += 1
             export = KvExport(job.export.transfer_id, LEASE_SECONDS)
+            if job.trace is not None:
+                job.trace.prefill_granted(prefiller.name, job.attempt)
             self._send_grant(job, prefiller, cost, request.prefill_only(export))
         if job.export is not None:
             source = KvImport(job.export.worker.info.kv_address, job.export.transfer_id, LEASE_SECONDS)
             request = msgspec.structs.replace(request, kv_import=source)
+        if job.trace is not None:
+            job.trace.granted(worker.name, job.attempt)
         ticket = self._pulls.granted(job, worker)
         self._send_grant(job, worker, self.queue.grant(job, worker), request, ticket)
         self.counters.grants += 1
@@ -293,7 +306,11 @@ class ClusterChannel(EngineChannel):
     def worker_reported(self, worker: WorkerState, report: Report) -> None:
         worker.update(report.credits)
         worker.stats = report.stats
+        clock_offset = time.monotonic_ns() - report.sent_ns if report.sent_ns else 0
         for frame in report.frames:
+            if frame.output.scheduled_ns:
+                output = frame.output.moved_in_time(clock_offset)
+                frame = msgspec.structs.replace(frame, output=output)
             self._frame(worker, frame)
         self._dispatch()
         self._events.put_nowait(StepOutputs(self._take_outputs(), self.stats()))
@@ -304,16 +321,20 @@ class ClusterChannel(EngineChannel):
         if job is not None and job.export is not None and job.export.worker is worker:
             self._prefilled(job, output)
             return
-        if output.exported_tokens:
-            return  # the first output of the other worker was faster
+        if output.exported_tokens:  # the first output of the other worker was faster
+            if job is not None and job.trace is not None and job.attempt == frame.attempt:
+                job.trace.prefilled(output)
+            return
         if job is None or job.worker is not worker or job.attempt != frame.attempt:
             self.counters.stale_frames += 1
             self.connections.send(worker.name, Cancel(output.request_id, frame.attempt))
             return
         self.queue.observe(job, len(output.token_ids))
+        if job.trace is not None:
+            job.trace.output(output)
         self._imported(job, output)
         if output.finish_reason is FinishReason.ERROR:
-            self._end(job)
+            self._end(job, output.error)
             self._outputs.append(output)
             return
         try:
@@ -333,6 +354,8 @@ class ClusterChannel(EngineChannel):
 
     def _prefilled(self, job: Job, output: SequenceOutput) -> None:
         """Record that a prompt is computed. If that has failed, the next attempt computes it where it decodes."""
+        if job.trace is not None:
+            job.trace.prefilled(output)
         if output.finish_reason is not FinishReason.ERROR:
             self.queue.prefilled(job)
             return
@@ -358,6 +381,8 @@ class ClusterChannel(EngineChannel):
         self.counters.lost_workers += 1
         for job in tuple(worker.exports.values()):
             self.queue.end_export(job)
+            if job.trace is not None:
+                job.trace.prefill_lost(reason)
             if job.worker is not None:  # it would wait for the blocks
                 self._cancel(job)
                 self._repeat(job, reason)
@@ -387,6 +412,8 @@ class ClusterChannel(EngineChannel):
     def _repeat(self, job: Job, reason: str) -> None:
         """Let a request wait for another worker, or fail it after its last attempt."""
         if self.queue.nack(job):
+            if job.trace is not None:
+                job.trace.attempt_lost(reason)
             self.counters.retries += 1
             self._pulls.waits(job)
         else:

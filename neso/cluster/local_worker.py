@@ -21,6 +21,8 @@ class NamedOptions(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def verbose(self) -> bool: ...
 
 
 class LocalWorker(Generic[H, W]):

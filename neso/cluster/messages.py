@@ -82,12 +82,16 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """Outputs of a step and changes of the prefix cache, if any; also sent regularly as a heartbeat."""
+    """Outputs of a step and changes of the prefix cache, if any; also sent regularly as a heartbeat.
+
+    `sent_ns`: time of the worker's monotonic clock, to which times in the outputs refer; 0: that of the front end.
+    """
 
     credits: Credits
     stats: EngineStats
     frames: list[Frame] = []
     blocks: list[BlockChanges] = []
+    sent_ns: int = 0
 
 
 class EngineEvent(msgspec.Struct, frozen=True, tag="event"):

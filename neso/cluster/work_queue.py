@@ -16,6 +16,7 @@ from itertools import islice
 import msgspec
 
 from neso.cluster.messages import Cost, Credits, Frame
+from neso.cluster.request_trace import RequestTrace
 from neso.cluster.speed import StepTime
 from neso.cluster.worker_prefixes import WorkerPrefixes
 from neso.engine.client.engine_load import UNCACHED_COST, Load, RoutedRequest
@@ -145,6 +146,7 @@ class Job:
             request.pooling is None and request.draft is None and not request.sampling.needs_prompt_scores
         )
         """Whether another worker can compute the prompt: nothing but its keys and values is needed."""
+        self.trace: RequestTrace | None = None
 
     @property
     def id(self) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket as sockets
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -75,7 +76,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a worker.
 
     `address`: of the front end, or a queue in NATS; `name`: unique among its workers; `drain_seconds`: to
-    finish requests at the end.
+    finish requests at the end; `verbose`: log each request.
     """
 
     config: EngineConfig
@@ -84,6 +85,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     roles: Roles = MIXED
     token: str | None = None
     drain_seconds: float = 30.0
+    verbose: bool = False
 
 
 def worker_config(config: EngineConfig, *, transfers: bool) -> EngineConfig:
@@ -356,7 +358,8 @@ class Worker:
                 continue
             own = frames.get(name, []) if frames is not None else []
             changes, front_end.block_changes = front_end.block_changes, []
-            report = Report(self.credits(front_end.num_grants), self._stats, own, changes)
+            credits = self.credits(front_end.num_grants)
+            report = Report(credits, self._stats, own, changes, time.monotonic_ns())
             if not self._servers.send(name, report):
                 logger.warning("the front end '%s' has gone", name)
                 self._forget(name)
@@ -426,6 +429,10 @@ class Worker:
                 running.open.discard(output.index)
             if not running.open or output.finish_reason is FinishReason.ERROR:
                 del self._running[output.request_id]
+                logger.debug(
+                    "request %s, attempt %d has ended: %s",
+                    *(running.request_id, running.attempt, output.error or output.finish_reason),
+                )
         return frames
 
     # -- from the front ends ------------------------------------------------------------------------------------
@@ -501,6 +508,11 @@ class Worker:
             hidden=0 if request.pooling is not None else request.sampling.num_sequences - count,
             open=set(range(count)),
         )
+        logger.debug(
+            "request %s, attempt %d%s: begins with %d known tokens",
+            *(grant.request_id, grant.attempt, f" (trace {request.trace})" if request.trace else ""),
+            len(request.prompt_token_ids) + len(request.output_token_ids),
+        )
         self._last_grants.append(engine_id)
         self._channel.send(Add(replace(request, request_id=engine_id)))
         self._changed()
@@ -510,6 +522,7 @@ class Worker:
         if running is None:
             return
         self._channel.send(Abort(engine_id, index))
+        logger.debug("request %s, attempt %d is cancelled", running.request_id, running.attempt)
         if index is not None:
             running.open.discard(index)
         if index is None or not running.open:

@@ -34,6 +34,8 @@ class Agent(Protocol):
 
 async def run_agent(make: Callable[[O], Agent], options: O) -> None:
     """Serve until SIGTERM or, outside of a server, SIGINT. Raises `EngineError`."""
+    if options.verbose:
+        logging.getLogger("neso.cluster").setLevel(logging.DEBUG)
     agent = make(options)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, agent.stop)

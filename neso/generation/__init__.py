@@ -17,6 +17,7 @@ from neso.generation.output import Completion, FinishReason, GenerationOutput, T
 from neso.generation.pooling import PooledOutput, PoolingInfo, PoolingModel, PoolingParams, PoolingRequest
 from neso.generation.request import DraftTokens, GenerationRequest, LoraRequest, LoraTensors
 from neso.generation.sampling_params import SamplingDefaults, SamplingParams
+from neso.generation.spans import Span, SpanSink
 
 __all__ = [
     "UNLIMITED_LENGTH",
@@ -38,6 +39,8 @@ __all__ = [
     "PromptTooLong",
     "SamplingDefaults",
     "SamplingParams",
+    "Span",
+    "SpanSink",
     "SupportsImages",
     "SupportsLora",
     "TokenLogprobs",

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from neso.generation.errors import InvalidParameter
 from neso.generation.sampling_params import SamplingParams
+from neso.generation.spans import SpanSink
 
 TASK_PREFIX = "lora_task_id "
 """Name prefix of adapters identified by a number (TensorRT-LLM's `lora_task_id`)."""
@@ -137,6 +138,7 @@ class GenerationRequest:
     - detokenize: False for output without text
     - stream: False allows the model to return the whole text in one message
     - queue_delay: the request waits in the queue as if it had arrived so many seconds later, if others wait too
+    - tracer: records what workers have executed of the request; None if it is not traced
     """
 
     prompt: str | list[int]
@@ -156,6 +158,7 @@ class GenerationRequest:
     stream: bool = True
     retention: CacheRetention | None = None
     queue_delay: float = 0.0
+    tracer: SpanSink | None = None
 
     @property
     def size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from eventually import until
 from fake_worker import BLOCK, INFO, MODEL, FakeWorker
 
 from neso.cluster.front_end import ClusterChannel
-from neso.cluster.messages import EngineEvent, Frame, Introduce, Leave, Refused, Welcome
+from neso.cluster.messages import Credits, EngineEvent, Frame, Introduce, Leave, Refused, Report, Welcome
 from neso.cluster.sockets import FrontEndSocket, read_token
 from neso.engine.cluster_config import DECODE, PREFILL, ClusterConfig
 from neso.engine.config import EngineConfig
 from neso.engine.core.prefix_keys import BlockChanges
-from neso.engine.core.request import EngineRequest, SequenceOutput
+from neso.engine.core.request import EngineRequest, KvImported, SequenceOutput
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.core.stats import EngineStats
 from neso.engine.errors import EngineError
@@ -35,7 +36,7 @@ from neso.engine.ipc.messages import (
     UnloadLora,
     Unsendable,
 )
-from neso.generation import LoraRequest, SamplingParams
+from neso.generation import LoraRequest, SamplingParams, Span
 
 TOKEN = "a secret of the tests"
 
@@ -51,6 +52,8 @@ class FrontEnd:
         self.channel = ClusterChannel(config, MODEL, [socket])
         self.outputs: list[SequenceOutput] = []
         self.events: list[Any] = []
+        self.spans: list[Span] = []
+        self.channel.on_span = lambda request_id, span: self.spans.append(span)
         self._workers: list[FakeWorker] = []
         self._reader = asyncio.create_task(self._read())
 
@@ -620,3 +623,144 @@ async def test_request_that_needs_logits_of_its_prompt_is_not_split(start: Start
     front_end.add("a", prompt=LONG, sampling=sampling)
     await until(lambda: decode.grants)
     assert decode.request().kv_import is None and not prefill.grants
+
+
+# -- traces ---------------------------------------------------------------------------------------------------
+
+
+def parts(front_end: FrontEnd) -> list[tuple[str, str, int, bool]]:
+    """Return name, worker, attempt of each span, and whether it has failed."""
+    return [
+        (
+            span.name,
+            str(span.attributes.get("worker", "")),
+            int(span.attributes.get("attempt", 0)),
+            bool(span.error),
+        )
+        for span in front_end.spans
+    ]
+
+
+async def test_spans_of_a_transferred_prompt(start: Start):
+    front_end, prefill, decode = await split(start)
+    front_end.add("a", prompt=LONG, trace="00-trace-01")
+    await until(lambda: prefill.grants and decode.grants)
+    assert decode.request().trace == prefill.request().trace == "00-trace-01"
+    now = time.monotonic_ns()
+    prefill.report(prefill.frame([], finished=True, exported_tokens=96, cached_tokens=32, scheduled_ns=now))
+    await until(lambda: len(front_end.spans) == 2)
+    imported = KvImported(now, now + 5, blocks=6, missing=1, num_bytes=4096, transport="shm")
+    first = {
+        "imported_tokens": 96,
+        "imported": imported,
+        "scheduled_ns": now,
+        "import_error": "one is missing",
+    }
+    decode.report(decode.frame([7], **first))
+    decode.report(decode.frame([8, 9], 1, finished=True))
+    await until(lambda: len(front_end.spans) == 5)
+    assert parts(front_end) == [
+        ("queue", "decode", 1, False),
+        ("prefill", "prefill", 1, False),
+        ("kv_transfer", "decode", 1, True),
+        ("prefill", "decode", 1, False),
+        ("decode", "decode", 1, False),
+    ]
+    _, remote, transfer, rest, decoding = [span.attributes for span in front_end.spans]
+    assert (remote["tokens"], remote["cached_tokens"]) == (64, 32)
+    assert [transfer[name] for name in ("transport", "blocks", "missing_blocks", "bytes")] == [
+        "shm",
+        6,
+        1,
+        4096,
+    ]
+    assert front_end.spans[2].end_ns - front_end.spans[2].start_ns == 5
+    assert rest["tokens"] == len(LONG) - 96
+    assert (decoding["steps"], decoding["tokens"]) == (2, 3)
+    assert all(span.start_ns <= span.end_ns for span in front_end.spans)
+
+
+async def test_lost_attempts_have_spans_of_their_own(start: Start):
+    front_end = await start()
+    one = await front_end.join("one")
+    front_end.add("a", trace="t")
+    await until(lambda: one.grants)
+    one.report(one.frame([7], scheduled_ns=time.monotonic_ns()))
+    await until(lambda: front_end.tokens("a") == [7])
+    one.send(Leave("it was stopped"))
+    two = await front_end.join("two")
+    await until(lambda: two.grants)
+    two.send(Leave("it was stopped"))
+    three = await front_end.join("three")
+    await until(lambda: three.grants)
+    three.report(three.frame([8], 1, finished=True, scheduled_ns=time.monotonic_ns()))
+    await until(lambda: len(front_end.spans) == 8)
+    assert parts(front_end) == [
+        ("queue", "one", 1, False),
+        ("prefill", "one", 1, False),
+        ("decode", "one", 1, True),
+        ("queue", "two", 2, False),
+        ("prefill", "two", 2, True),
+        ("queue", "three", 3, False),
+        ("prefill", "three", 3, False),
+        ("decode", "three", 3, False),
+    ]
+    assert front_end.spans[2].error == "it was stopped"
+
+
+async def test_spans_of_requests_that_end_early(start: Start):
+    front_end = await start()
+    worker = await front_end.join("one", sequences=1)
+    front_end.add("not traced")
+    await until(lambda: worker.grants)
+    front_end.add("expires", trace="t", queue_timeout_ms=10.0)
+    await until(lambda: front_end.errors())
+    assert parts(front_end) == [("queue", "", 0, True)]
+    front_end.channel.send(Abort("not traced"))
+    worker.report(sequences=1)
+    front_end.add("cancelled", trace="t")
+    await until(lambda: len(worker.grants) == 2)
+    worker.report(worker.frame([7]))
+    await until(lambda: front_end.tokens("cancelled") == [7])
+    front_end.channel.send(Abort("cancelled"))
+    assert parts(front_end)[1:] == [
+        ("queue", "one", 1, False),
+        ("prefill", "one", 1, False),
+        ("decode", "one", 1, False),
+    ]
+
+
+async def test_times_of_a_worker_with_another_clock(start: Start):
+    front_end = await start()
+    worker = await front_end.join("one")
+    before = time.monotonic_ns()
+    front_end.add("a", trace="t")
+    await until(lambda: worker.grants)
+    clock = 10**18  # of the worker
+    frame = worker.frame([7], finished=True, scheduled_ns=clock - 1)
+    worker.send(Report(Credits(4, 1000, 1000, 1), EngineStats(num_blocks=64), [frame], [], clock))
+    await until(lambda: len(front_end.spans) == 3)
+    assert all(before <= span.start_ns <= span.end_ns for span in front_end.spans)
+    (output,) = front_end.outputs
+    assert before <= output.scheduled_ns <= time.monotonic_ns()
+
+
+async def test_prefill_goes_on_in_the_trace_when_the_decode_worker_is_lost(start: Start):
+    front_end, prefill, decode = await split(start)
+    front_end.add("a", prompt=LONG, trace="t")
+    await until(lambda: prefill.grants and decode.grants)
+    decode.send(Leave("it was stopped"))
+    await until(lambda: len(front_end.spans) == 2)
+    prefill.report(prefill.frame([], finished=True, exported_tokens=96))
+    other = await front_end.join("other", roles=DECODE, info=KV_INFO)
+    await until(lambda: other.grants)
+    other.report(other.frame([7], finished=True, imported_tokens=96))
+    await until(lambda: len(front_end.spans) == 6)
+    assert sorted(parts(front_end)) == [
+        ("decode", "other", 2, False),
+        ("prefill", "decode", 1, True),
+        ("prefill", "other", 2, False),
+        ("prefill", "prefill", 1, False),
+        ("queue", "decode", 1, False),
+        ("queue", "other", 2, False),
+    ]

@@ -15,6 +15,7 @@ import neso.server.processes.messages as wire
 from neso.cluster.stages.manifold import Manifold
 from neso.cluster.stages.messages import Flow, Outcome, StageReport, Stop, Task, Work
 from neso.cluster.stages.stage import Stage, StageWorker
+from neso.generation import Span
 from neso.server.backlog import Backlog
 from neso.server.errors import Cancelled, Overloaded, Unavailable
 from neso.server.inference_request import InferenceRequest
@@ -244,3 +245,40 @@ async def test_response_with_a_pickle_is_refused():
     outcome = Outcome(task.number, 1, msgspec.Raw(wire.encoder.encode(evil)))
     with pytest.raises(ValueError, match="not the response of a model with tensors"):
         bench.stage.report(worker, StageReport(True, [outcome]))
+
+
+class Recorder:
+    """The trace of a request."""
+
+    def __init__(self) -> None:
+        self.phases: list[Span] = []
+
+
+async def test_spans_of_a_request_that_loses_its_worker():
+    bench = Bench()
+    first = bench.worker("a")
+    stream = request("1")
+    stream.trace = recorder = Recorder()  # type: ignore[assignment]
+    bench.stage.submit(stream)
+    await asyncio.sleep(0)
+    bench.stage.lose(first, "it has ended")
+    second = bench.worker("b")
+    await asyncio.sleep(0)
+    (task,) = bench.tasks(second)
+    response = wire.pack_response(task.number, InferenceResponse("scale", "1", final=True))
+    outcome = Outcome(task.number, task.attempt, msgspec.Raw(response), (1, 2, 3), {}, (5, "tcp"))
+    bench.stage.report(second, StageReport(True, [outcome]))
+    assert [
+        (span.name, span.attributes["worker"], span.attributes["attempt"], span.error)
+        for span in recorder.phases
+    ] == [
+        ("queue", "a", 1, ""),
+        ("execute", "a", 1, "it has ended"),
+        ("queue", "b", 2, ""),
+        ("tensor_transfer", "b", 2, ""),
+        ("execute", "b", 2, ""),
+    ]
+    assert all(span.start_ns <= span.end_ns for span in recorder.phases)
+    transfer = recorder.phases[3]
+    assert transfer.end_ns - transfer.start_ns == 5
+    assert transfer.attributes["transport"] == "tcp"

@@ -411,6 +411,8 @@ class EngineBackend(Backend):
         The request is aborted when the stream is cancelled or closed.
         """
         assert self._metrics is not None, "the model is not loaded"
+        if stream.trace is not None and stream.trace.generation is not None:
+            request = dataclasses.replace(request, tracer=stream.trace.generation)
         _EngineRequest(self, stream, deliver, RequestTimer(self._metrics, request)).submit(request)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:

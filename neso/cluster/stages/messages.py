@@ -41,7 +41,8 @@ class StageHello(msgspec.Struct, frozen=True, tag="stage-hello"):
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """A response: an encoded `Response` of `neso.server.processes.messages`.
 
-    `durations`: with the last one; `refs`: outputs that the worker keeps, which can be in the response too.
+    - durations: with the last one; refs: outputs that the worker keeps, which can be in the response too
+    - reading: with the last one, if other workers have kept inputs: duration in ns, and "shm" or "tcp"
     """
 
     number: int
@@ -49,6 +50,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     response: msgspec.Raw
     durations: Durations | None = None
     refs: dict[str, TensorRef] = {}
+    reading: tuple[int, str] | None = None
 
 
 class StageReport(msgspec.Struct, frozen=True, tag="stage-report"):

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ import msgspec
 
 from neso.cluster.stages.manifold import Manifold
 from neso.cluster.stages.messages import Durations, Flow, Outcome, StageReport, Stop, Task, Work
+from neso.cluster.stages.tensors import remote_ref
+from neso.generation.spans import Span
 from neso.server.errors import Cancelled, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
 from neso.server.schedulers.priority_queue import PriorityQueue
@@ -28,11 +30,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request that a worker has. `size`: its batch entries; `responded`: whether a response has arrived."""
+    """A request that a worker has.
+
+    - size: its batch entries; responded: whether a response has arrived
+    - waits_since, granted: times of the present attempt, in ns of the monotonic clock
+    """
 
     number: int
     stream: ResponseStream
+    waits_since: int
     attempt: int = 1
+    granted: int = 0
     worker: StageWorker | None = None
     responded: bool = False
     paused: bool = False
@@ -40,6 +48,14 @@ class Job:
     @property
     def size(self) -> int:
         return self.stream.batch_size
+
+    def add_span(
+        self, name: str, start: int, end: int, error: str = "", counts: Mapping[str, str | int] | None = None
+    ) -> None:
+        """Record a part of the present attempt, if the request is traced."""
+        if self.stream.trace is not None and self.worker is not None:
+            about = {"worker": self.worker.name, "attempt": self.attempt, **(counts or {})}
+            self.stream.trace.phases.append(Span(name, start, end, about, error))
 
 
 class StageWorker:
@@ -137,7 +153,7 @@ class Stage:
         if self._timer is not None:
             self._timer.cancel()
         for job in tuple(self._jobs.values()):
-            self._end(job)
+            self._end(job, error.message)
             job.stream.fail(error)
         for stream in self._queue.clear():
             stream.fail(error)
@@ -183,7 +199,7 @@ class Stage:
         if stream is None:
             return None
         self._num_jobs += 1
-        return Job(self._num_jobs, stream)
+        return Job(self._num_jobs, stream, stream.timeline.queue_start)
 
     def _choose(self, job: Job) -> StageWorker | None:
         """Return the least loaded worker with room: on the host that has the inputs if possible, else in turns."""
@@ -202,7 +218,8 @@ class Stage:
         )
         job.worker = worker
         worker.jobs[job.number] = self._jobs[job.number] = job
-        job.stream.timeline.compute_start = time.monotonic_ns()
+        job.stream.timeline.compute_start = job.granted = time.monotonic_ns()
+        job.add_span("queue", job.waits_since, job.granted)
         self.counters.grants += 1
         worker.turn = self.counters.grants
         if job.attempt == 1:
@@ -245,7 +262,8 @@ class Stage:
         self.counters.kept_bytes += sum(ref.nbytes for ref in outcome.refs.values())
         job.responded = True
         if response.final:
-            self._end(job)
+            _add_reading(job, outcome)
+            self._end(job, response.error.message if response.error is not None else "")
             if outcome.durations is not None:
                 _set_times(job.stream, outcome.durations)
         job.stream.send(response)
@@ -271,7 +289,7 @@ class Stage:
         self.counters.lost_workers += 1
         logger.warning("worker '%s' is lost with %d requests: %s", worker.name, len(worker.jobs), reason)
         for job in reversed(tuple(worker.jobs.values())):
-            self._end(job)
+            self._end(job, reason)
             if job.stream.request.cancelled:
                 job.stream.fail(Cancelled("the request was cancelled"))
             elif job.responded:
@@ -280,6 +298,7 @@ class Stage:
                 self._fail(job, f"it has lost {job.attempt} workers, the last one because {reason}")
             else:
                 job.attempt += 1
+                job.waits_since = time.monotonic_ns()
                 job.paused = False
                 self.counters.retries += 1
                 self._repeated.appendleft(job)
@@ -289,12 +308,28 @@ class Stage:
         self.counters.failed += 1
         job.stream.fail(Unavailable(f"the request to stage '{self.model}' has failed: {reason}"))
 
-    def _end(self, job: Job) -> None:
-        """Take a request from its worker."""
+    def _end(self, job: Job, error: str) -> None:
+        """Take a request from its worker. `error`: why the attempt has failed."""
         if job.worker is not None:
+            job.add_span("execute", job.granted, time.monotonic_ns(), error)
             del job.worker.jobs[job.number]
             del self._jobs[job.number]
             job.worker = None
+
+
+def _add_reading(job: Job, outcome: Outcome) -> None:
+    """Record the time in which the worker has read inputs that other workers keep."""
+    if outcome.reading is not None:
+        ns, transport = outcome.reading
+        refs = [
+            ref for tensor in job.stream.request.inputs.values() if (ref := remote_ref(tensor)) is not None
+        ]
+        counts: dict[str, str | int] = {
+            "transport": transport,
+            "tensors": len(refs),
+            "bytes": sum(ref.nbytes for ref in refs),
+        }
+        job.add_span("tensor_transfer", job.granted, job.granted + ns, "", counts)
 
 
 def _set_times(stream: ResponseStream, durations: Durations) -> None:

@@ -55,7 +55,7 @@ class StageWorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     - config: its `ModelConfig` as JSON; None: that of the repository
     - version: the version that is served; "": the newest one
     - address: of the server; token_file: with its secret, if workers of other hosts can join
-    - name: unique among its workers; drain_seconds: to finish requests at the end
+    - name: unique among its workers; drain_seconds: to finish requests at the end; verbose: log each request
     - the other options are those of `ServerOptions`
     """
 
@@ -71,6 +71,7 @@ class StageWorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     backend_directory: str | None = None
     model_config_name: str = ""
     disable_auto_complete_config: bool = False
+    verbose: bool = False
 
     def server_options(self) -> ServerOptions:
         """Return the options of the worker's core."""
@@ -105,6 +106,7 @@ class StageAgent:
         self._reading: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._running: dict[tuple[int, int], ResponseStream] = {}
         self._sinks: dict[tuple[int, int], Callable[[InferenceResponse], None]] = {}
+        self._read_in: dict[tuple[int, int], tuple[int, str]] = {}  # see `Outcome.reading`
         self._outcomes: list[Outcome] = []
         self._welcome: Welcome | None = None
         self._silent_checks = 0
@@ -247,22 +249,29 @@ class StageAgent:
 
     def _start(self, task: Task) -> None:
         """Submit a request. It waits for inputs that are read from other hosts."""
-        key = task.number, task.attempt
+        key, started = (task.number, task.attempt), time.monotonic_ns()
         try:
             request = unpack_request(task)
+            logger.debug(
+                "request '%s' (%d of the server), attempt %d: begins", request.id, task.number, task.attempt
+            )
             missing = [name for name, ref in task.refs.items() if not add_mapped(request, name, ref)]
             if missing:
                 self._reading[key] = asyncio.ensure_future(self._read(task, request, missing))
                 self._idle.clear()
             else:
+                if task.refs:
+                    self._read_in[key] = time.monotonic_ns() - started, "shm"
                 self._submit(task, request)
         except Exception as error:
             self._fail(task, error)
 
     async def _read(self, task: Task, request: InferenceRequest, missing: list[str]) -> None:
+        started = time.monotonic_ns()
         try:
             for name in missing:
                 request.inputs[name] = await self._reader.read(name, task.refs[name])
+            self._read_in[task.number, task.attempt] = time.monotonic_ns() - started, "tcp"
             self._submit(task, request)
         except asyncio.CancelledError:
             self._fail(task, Cancelled("the request was cancelled"))
@@ -305,7 +314,13 @@ class StageAgent:
         """Send a response, together with others of the same iteration of the event loop."""
         if not self._outcomes:
             asyncio.get_running_loop().call_soon(self._report)
-        self._outcomes.append(pack_response(task, response, self.store, durations))
+        outcome = pack_response(task, response, self.store, durations)
+        if response.final:
+            reading = self._read_in.pop((task.number, task.attempt), None)
+            outcome = msgspec.structs.replace(outcome, reading=reading)
+            error = f": {response.error.message}" if response.error is not None else ""
+            logger.debug("request %d of the server, attempt %d has ended%s", task.number, task.attempt, error)
+        self._outcomes.append(outcome)
 
     def _check_idle(self) -> None:
         if not self._running and not self._reading:
@@ -319,6 +334,7 @@ class StageAgent:
             reading.cancel()
         self._running.clear()
         self._sinks.clear()
+        self._read_in.clear()
         self._outcomes.clear()
         self.store.release_all()
         self._check_idle()

@@ -95,7 +95,8 @@ class EngineClient:
             request = replace(request, request_id=f"{self._prefix}{name}")
         if isinstance(request, PoolingRequest):
             return PooledState(self._input.process_pooling(request))
-        return RequestState(self._input.process(request), self.text if request.detokenize else NO_TOKENIZER)
+        tokenizer = self.text if request.detokenize else NO_TOKENIZER
+        return RequestState(self._input.process(request), tokenizer, request.tracer)
 
     def submit(self, state: RequestState | PooledState, deliver: Deliver) -> None:
         """Send a request to the engine. Raises `InvalidParameter` for a duplicate id."""
@@ -114,8 +115,10 @@ class EngineClient:
         request_id = state.request.request_id
         entry = self._requests.get(request_id)
         if entry is not None and entry[0] is state:
-            del self._requests[request_id]
-            self._send(Abort(request_id))
+            try:
+                self._send(Abort(request_id))  # workers report what they have done of a traced request
+            finally:
+                del self._requests[request_id]
 
     def extend_lease(self, transfer_id: str, lease_seconds: float) -> None:
         """Keep the blocks of a `KvExport` for `lease_seconds` from now on; ignored if the lease has ended."""

@@ -92,6 +92,7 @@ class InputProcessor:
             draft=checked_draft(request, info.vocab_size),
             retention=request.retention,
             queue_delay=request.queue_delay,
+            trace="" if request.tracer is None else request.tracer.context,
         )
 
     def process_pooling(self, request: PoolingRequest) -> EngineRequest:

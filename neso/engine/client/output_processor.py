@@ -17,6 +17,7 @@ from neso.generation import (
     GenerationOutput,
     InvalidParameter,
     PooledOutput,
+    SpanSink,
     TokenLogprobs,
     Usage,
 )
@@ -53,6 +54,7 @@ class RequestState:
 
     request: EngineRequest
     tokenizer: EngineTokenizer
+    tracer: SpanSink | None = None
     finished: bool = False
     stopped: list[int] = field(default_factory=list)
     _id: str = field(init=False)

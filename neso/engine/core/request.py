@@ -54,6 +54,22 @@ class RequestDraft(msgspec.Struct, frozen=True, array_like=True):
     acceptance_threshold: float | None = None
 
 
+class KvImported(msgspec.Struct, frozen=True, array_like=True):
+    """How the blocks of a prompt have come from another engine.
+
+    - started_ns, ended_ns: from the request's arrival to the end of the transfer, in ns of the monotonic clock
+    - blocks, num_bytes: transferred; missing: blocks that were expected and did not come
+    - transport: "shm", "nixl", "messages", or "" if the other engine was not reached
+    """
+
+    started_ns: int
+    ended_ns: int
+    blocks: int
+    missing: int
+    num_bytes: int
+    transport: str
+
+
 class KvExport(msgspec.Struct, frozen=True, array_like=True):
     """Compute the prompt for another engine: keep its full blocks, and generate nothing.
 
@@ -94,6 +110,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     - output_token_ids: tokens that another engine has generated for the request, which continues after them as if this
       engine had generated them. Only new tokens are output; `max_tokens` counts both. For requests with one sequence
     - kv_export, kv_import: transfer of the blocks of the prompt and of `output_token_ids` between engines
+    - trace: W3C trace context of the request, or the id of its trace; "" if it is not traced
     """
 
     request_id: str
@@ -116,6 +133,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     output_token_ids: list[int] = []
     kv_export: KvExport | None = None
     kv_import: KvImport | None = None
+    trace: str = ""
 
     def prefill_only(self, export: KvExport) -> EngineRequest:
         """Return the request that computes the prompt of this one and exports its blocks, with the same id."""
@@ -156,7 +174,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     - exported_tokens: number of first tokens whose blocks are kept for another engine. Set by the only output of a
       `KvExport`, which ends the request with the finish reason LENGTH
     - imported_tokens: number of tokens whose blocks came from another engine, not counted in `cached_tokens`;
-      import_error: why the engine computed them itself. Sent with the first token
+      import_error: why the engine computed them itself; imported: how they came. Sent with the first token
     - error: reason, if the finish reason is ERROR; `error_field` names the invalid parameter; `refused`: the engine had
       no capacity or time, so the request may be retried
     """
@@ -180,9 +198,18 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     exported_tokens: int = 0
     imported_tokens: int = 0
     import_error: str = ""
+    imported: KvImported | None = None
     error: str = ""
     refused: bool = False
     error_field: str = ""
+
+    def moved_in_time(self, ns: int) -> SequenceOutput:
+        """Return the output with times that are `ns` later."""
+        imported = self.imported
+        if imported is not None:
+            start, end = imported.started_ns + ns, imported.ended_ns + ns
+            imported = msgspec.structs.replace(imported, started_ns=start, ended_ns=end)
+        return msgspec.structs.replace(self, scheduled_ns=self.scheduled_ns + ns, imported=imported)
 
     @classmethod
     def failed(

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from neso.engine.core.prefix_keys import AdapterVersion
-from neso.engine.core.request import EngineRequest
+from neso.engine.core.request import EngineRequest, KvImported
 from neso.generation.output import FinishReason
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Sequence:
       prefix_match: cached blocks found for a waiting sequence
     - num_cached_tokens: prompt tokens found in the prefix cache when the sequence first ran
     - num_imported_tokens: tokens found there because they came from another engine, which `num_cached_tokens` does not
-      count; import_error: why they did not come
+      count; import_error: why they did not come; imported: how they came
     - scheduled_ns: time when it first ran, in ns of the monotonic clock
     - sampling_state: random numbers and token counts of the sampler
 
@@ -93,6 +93,7 @@ class Sequence:
     num_cached_tokens: int = 0
     num_imported_tokens: int = 0
     import_error: str = ""
+    imported: KvImported | None = None
     num_cached_blocks: int = 0
     num_window_freed_blocks: int = 0
     cache_identity: tuple[str | AdapterVersion, ...] = ()

@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from neso.engine.core.addon import Addon, Failures, RequestError
 from neso.engine.core.kv_manager import BlockHold, KVCacheManager
 from neso.engine.core.prefix_cache import CachedBlock
-from neso.engine.core.request import KvExport, KvImport, SequenceOutput
+from neso.engine.core.request import KvExport, KvImport, KvImported, SequenceOutput
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.stats import FallbackReason, KvTransferStats
@@ -53,6 +53,7 @@ class _Import:
     hold: BlockHold | None = None
     found: list[CachedBlock] | None = None
     ready: bool = False
+    started_ns: int = field(default_factory=time.monotonic_ns)
 
 
 class KvTransfer(Addon):
@@ -295,6 +296,10 @@ class KvTransfer(Addon):
         self._stats.imported_bytes += fetch.num_bytes
         self._stats.import_seconds += fetch.seconds
         sequence.num_imported_tokens = fetch.num_blocks * size
+        missing = len(fetch.targets) - fetch.num_blocks
+        sequence.imported = KvImported(
+            one.started_ns, time.monotonic_ns(), fetch.num_blocks, missing, fetch.num_bytes, fetch.transport
+        )
         if fetch.error and not sequence.released:
             self._fall_back(one, fetch.error, fetch.reason)
         else:

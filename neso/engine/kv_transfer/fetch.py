@@ -42,7 +42,7 @@ class Fetch:
 
     - num_blocks: the first of the targets that have their content
     - error, reason: why not all have; empty if the other engine does not have more
-    - num_bytes, seconds: of the copies
+    - num_bytes, seconds: of the copies; transport: see `KvImported`
 
     `ended`: set when nothing is written to the targets any more, which can be later: NIXL cannot stop a copy.
     """
@@ -61,6 +61,7 @@ class Fetch:
     reason: FallbackReason = "error"
     num_bytes: int = 0
     seconds: float = 0.0
+    transport: str = ""
 
 
 class Fetcher:
@@ -81,6 +82,7 @@ class Fetcher:
             connection = Connection(self._context, fetch.address, fetch.deadline, lambda: fetch.cancelled)
             try:
                 reader = self._readers.open(connection)
+                fetch.transport = reader.transport
                 try:
                     self._run(fetch, connection, reader)
                     fetch.done.set()

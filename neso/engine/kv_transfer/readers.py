@@ -23,8 +23,9 @@ _POLL_SECONDS = 0.0002
 
 
 class BlockReader(Protocol):
-    """Reads blocks of another engine, at most `max_bytes` or one block at a time."""
+    """Reads blocks of another engine, at most `max_bytes` or one block at a time. `transport`: see `KvImported`."""
 
+    transport: str
     max_bytes: int
 
     def read(self, blocks: list[int], targets: list[int]) -> list[int]:
@@ -40,6 +41,7 @@ class BlockReader(Protocol):
 class SharedMemoryReader:
     """Copies from the mapped memory of an engine on this host."""
 
+    transport = "shm"
     max_bytes = 64 << 20
 
     def __init__(self, own: SharedCache, other: SharedCache) -> None:
@@ -57,6 +59,7 @@ class SharedMemoryReader:
 class MessageReader:
     """Asks the KV server for the content of blocks."""
 
+    transport = "messages"
     max_bytes = MAX_READ_BYTES
 
     def __init__(self, own: SharedCache, connection: Connection) -> None:
@@ -79,6 +82,7 @@ class MessageReader:
 class NixlReader:
     """Reads the blocks with NIXL, and asks the KV server for their epochs."""
 
+    transport = "nixl"
     max_bytes = 64 << 20
 
     def __init__(self, agent: NixlAgent, peer: Peer, connection: Connection) -> None:

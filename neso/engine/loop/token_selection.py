@@ -147,6 +147,7 @@ class TokenSelector:
             scheduled_ns=sequence.scheduled_ns if is_first else 0,
             imported_tokens=sequence.num_imported_tokens if is_first else 0,
             import_error=sequence.import_error if is_first else "",
+            imported=sequence.imported if is_first else None,
             preemptions=sequence.num_preemptions if reason is not None else 0,
             draft_tokens=num_drafts,
             accepted_draft_tokens=min(len(token_ids), len(tokens) - 1),

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from neso.generation.spans import Span
 from neso.server.errors import Unsupported
 from neso.server.trace_config import OtelConfig, TraceLevel
 from neso.server.tracing.trace import ModelTrace, Trace, TraceSink
 
 try:
+    from opentelemetry.context import Context
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -130,16 +132,25 @@ class OtelSink(TraceSink):
         """Create the child spans of a model: compute with its phases, and the phases before it."""
         offset = model.trace.clock_offset
         inside = set_span_in_context(model.span)
-        for name, start, end in model.phases:
-            if not compute or start < compute[0][1]:
-                self._tracer.start_span(name, inside, start_time=start + offset).end(end + offset)
+        for phase in model.phases:
+            if not compute or phase.start_ns < compute[0][1]:
+                self._add_phase(phase, inside, offset)
         if not compute:
             return
         span = self._tracer.start_span("compute", inside, start_time=compute[0][1] + offset)
         for name, ns in compute:
             span.add_event(name, timestamp=ns + offset)
         inside = set_span_in_context(span)
-        for name, start, end in model.phases:
-            if start >= compute[0][1]:
-                self._tracer.start_span(name, inside, start_time=start + offset).end(end + offset)
+        for phase in model.phases:
+            if phase.start_ns >= compute[0][1]:
+                self._add_phase(phase, inside, offset)
         span.end(compute[-1][1] + offset)
+
+    def _add_phase(self, phase: Span, parent: Context, offset: int) -> None:
+        attributes = {f"neso.{name}": value for name, value in phase.attributes.items()}
+        span = self._tracer.start_span(
+            phase.name, parent, attributes=attributes, start_time=phase.start_ns + offset
+        )
+        if phase.error:
+            span.set_status(Status(StatusCode.ERROR, phase.error))
+        span.end(phase.end_ns + offset)

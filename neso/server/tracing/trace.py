@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from neso.generation import GenerationOutput, GenerationRequest
+from neso.generation import GenerationOutput, GenerationRequest, Span
 from neso.server.tensor import DataType, Tensor
 from neso.server.trace_config import TraceLevel
 
@@ -85,7 +85,10 @@ class TraceSink:
 
 
 class GenerationTrace:
-    """Phases (queue, prefill, decode) and OpenTelemetry GenAI attributes of a text generation in a trace."""
+    """Phases (queue, prefill, decode) and OpenTelemetry GenAI attributes of a text generation in a trace.
+
+    The phases of a model on workers are the spans that were added.
+    """
 
     def __init__(self, trace: ModelTrace, request: GenerationRequest) -> None:
         self._trace = trace
@@ -93,7 +96,17 @@ class GenerationTrace:
         self._scheduled = 0
         self._first_token = 0
         self._finish_reasons: dict[int, str] = {}
+        self._spans: list[Span] = []
         trace.attributes.update(_request_attributes(trace.model_name, request))
+
+    @property
+    def context(self) -> str:
+        """See `SpanSink`."""
+        return (self._trace.context or {}).get("traceparent") or self._trace.name
+
+    def add_span(self, span: Span) -> None:
+        """See `SpanSink`."""
+        self._spans.append(span)
 
     def observe(self, output: GenerationOutput) -> None:
         """Record an output."""
@@ -115,13 +128,18 @@ class GenerationTrace:
         if self._finish_reasons:
             reasons = [reason for _, reason in sorted(self._finish_reasons.items())]
             trace.attributes["gen_ai.response.finish_reasons"] = reasons
-        if not self._first_token:
-            trace.phases.append(("queue", self._started, now))  # the end of the wait is unknown
+        if self._first_token:
+            first_chunk = (self._first_token - self._started) * 1e-9
+            trace.attributes["gen_ai.response.time_to_first_chunk"] = first_chunk
+        if self._spans:
+            trace.phases += self._spans
             return
-        trace.attributes["gen_ai.response.time_to_first_chunk"] = (self._first_token - self._started) * 1e-9
-        trace.phases.append(("queue", self._started, self._scheduled))
-        trace.phases.append(("prefill", self._scheduled, self._first_token))
-        trace.phases.append(("decode", self._first_token, now))
+        if not self._first_token:
+            trace.phases.append(Span("queue", self._started, now))  # the end of the wait is unknown
+            return
+        trace.phases.append(Span("queue", self._started, self._scheduled))
+        trace.phases.append(Span("prefill", self._scheduled, self._first_token))
+        trace.phases.append(Span("decode", self._first_token, now))
 
 
 def _request_attributes(model: str, request: GenerationRequest) -> dict[str, Any]:
@@ -165,7 +183,7 @@ class TraceParent(Protocol):
 class ModelTrace:
     """One model execution in a trace; executions caused by it are its children.
 
-    `phases`: parts of the execution, as name, start and end. `attributes`: additional attributes of its span.
+    `phases`: parts of the execution. `attributes`: additional attributes of its span.
     """
 
     __slots__ = (
@@ -201,7 +219,7 @@ class ModelTrace:
         self.model_name, self.model_version, self.request_id = names
         self.activities: list[Activity] = []
         self.tensors: list[TensorSnapshot] = []
-        self.phases: list[tuple[str, int, int]] = []
+        self.phases: list[Span] = []
         self.attributes: dict[str, Any] = {}
         self.generation: GenerationTrace | None = None
         self.error: ServerError | None = None

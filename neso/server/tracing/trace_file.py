@@ -16,8 +16,9 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from neso.generation.spans import Span
 from neso.server.trace_config import TraceSetting
-from neso.server.tracing.trace import Activity, ModelTrace, Trace, TraceSink
+from neso.server.tracing.trace import Activity, ModelTrace, Trace, TraceSink, next_id
 
 logger = logging.getLogger(__name__)
 
@@ -199,13 +200,32 @@ def _model_entries(model: ModelTrace) -> list[dict[str, Any]]:
     if model.parent_id:
         head["parent_id"] = model.parent_id
     activities = list(model.activities)
-    for name, start, end in model.phases if activities else ():
-        if name != "queue":  # the phase "queue" is already covered by QUEUE_START and COMPUTE_START
-            activities += [(f"{name.upper()}_START", start), (f"{name.upper()}_END", end)]
+    for phase in model.phases if activities else ():
+        name = phase.name.upper()
+        # The phase "queue" is already covered by QUEUE_START and COMPUTE_START.
+        if phase.name != "queue" and not phase.attributes:
+            activities += [(f"{name}_START", phase.start_ns), (f"{name}_END", phase.end_ns)]
     tensors = [
         {"id": model.id, "activity": tensor.activity, "tensor": tensor.as_dict()} for tensor in model.tensors
     ]
-    return [head, *_timestamps(model.id, sorted(activities, key=lambda activity: activity[1])), *tensors]
+    parts = [entry for phase in model.phases if activities for entry in _worker_entries(head, phase)]
+    return [
+        head,
+        *_timestamps(model.id, sorted(activities, key=lambda activity: activity[1])),
+        *tensors,
+        *parts,
+    ]
+
+
+def _worker_entries(parent: dict[str, Any], phase: Span) -> list[dict[str, Any]]:
+    """Return the entries of what a worker has executed, as an execution of its own."""
+    if not phase.attributes:
+        return []
+    id, names = next_id(), {"model_name": f"{parent['model_name']}:{phase.name}"}
+    head = {**parent, "id": id, "parent_id": parent["id"], **names, **phase.attributes}
+    if phase.error:
+        head["error"] = phase.error
+    return [head, *_timestamps(id, [("REQUEST_START", phase.start_ns), ("REQUEST_END", phase.end_ns)])]
 
 
 def _timestamps(id: int, activities: Sequence[Activity]) -> list[dict[str, Any]]:
