@@ -91,7 +91,7 @@ def _show(tables: list[Table]) -> None:
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)
+        console = Console(width=160)  # so that no title of the stages is cut off
     for table in tables:
         console.print(table)
 

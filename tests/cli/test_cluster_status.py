@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from neso.cli.cluster import status_tables
+from neso.cli.cluster import _STAGE_COLUMNS, _show, status_tables
 from neso.cli.main import app
 
 METRICS = """\
@@ -56,6 +57,14 @@ neso_stage_kept_bytes_total{model="encoder",version="1"} 2500000
     rows = printed(metrics)
     assert ["encoder (version 1)", "2", "4", "0", "0", "0", "0.00", "0", "0", "0", "0", "2.5"] in rows
     assert ["post (version 1)", "1", "0", "0", "0", "0", "0.00", "0", "0", "0", "0", "0.0"] in rows
+
+
+def test_titles_are_complete_in_the_output_for_a_file(capsys: pytest.CaptureFixture[str]):
+    _show(status_tables('neso_stage_workers{model="post-processing",version="1"} 1\n'))
+    output = capsys.readouterr().out
+    assert "post-processing (version 1)" in output
+    for title in _STAGE_COLUMNS.values():
+        assert f" {title} " in output
 
 
 def test_server_without_workers_has_no_tables():
