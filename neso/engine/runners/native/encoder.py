@@ -24,10 +24,15 @@ class NativeLayerStack(LayerStack):
     """Holds the packed weights and the thread team. Not thread-safe."""
 
     def __init__(
-        self, spec: LayerStackSpec, layers: list[_native.EncoderLayer], cache_kind: str, threads: int
+        self,
+        spec: LayerStackSpec,
+        layers: list[_native.EncoderLayer],
+        rotary: RotaryTables,
+        cache_kind: str,
+        threads: int,
     ) -> None:
         self.spec = spec
-        self._rotary = RotaryTables(spec.rotaries)
+        self._rotary = rotary
         self._layers = layers  # the encoder holds pointers to them
         self._encoder = _native.Encoder(
             hidden_size=spec.hidden_size,
@@ -52,9 +57,10 @@ class NativeLayerStack(LayerStack):
         threads = options.num_threads or available_cores()
         dtype = _dense_dtype(spec, tensors, options)
         packer = Packer.from_options(options, dtype, threads)
-        layers = [_load_layer(spec, tensors, packer, layer) for layer in range(spec.num_layers)]
+        rotary = RotaryTables(spec.rotaries)
+        layers = [_load_layer(spec, tensors, packer, rotary, layer) for layer in range(spec.num_layers)]
         exact = KINDS[dtype] == "f32" and options.quantization is None
-        return cls(spec, layers, "f32" if exact else "bf16", threads)
+        return cls(spec, layers, rotary, "f32" if exact else "bf16", threads)
 
     def run(self, x: Float32Array, starts: Int32Array) -> Float32Array:
         x = np.require(x, np.float32, ["C", "W"])
@@ -65,7 +71,7 @@ class NativeLayerStack(LayerStack):
 
 
 def _load_layer(
-    spec: LayerStackSpec, tensors: EncoderTensors, packer: Packer, layer: int
+    spec: LayerStackSpec, tensors: EncoderTensors, packer: Packer, tables: RotaryTables, layer: int
 ) -> _native.EncoderLayer:
     read = LayerTensors(spec, tensors, layer)
 
@@ -86,7 +92,7 @@ def _load_layer(
         packed("up"),
         packed("down"),
         reach=-1 if reach is None else reach,
-        rotary=-1 if rotary is None else RotaryTables(spec.rotaries).index(rotary),
+        rotary=-1 if rotary is None else tables.index(rotary),
     )
 
 
