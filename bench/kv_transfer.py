@@ -80,12 +80,12 @@ def serve(num_blocks: int, rounds: int, connection: Connection) -> None:
         server.close()
 
 
-def read_directly(agent: NixlAgent, memory: NixlMemory, num_blocks: int) -> float:
+def read_directly(agent: NixlAgent, memory: NixlMemory, own: SharedCache, num_blocks: int) -> float:
     """Read all blocks at once; returns the seconds."""
     peer = agent.connect("direct", memory)
     blocks = list(range(num_blocks))
     started = time.perf_counter()
-    reading = agent.read(peer, blocks, blocks)
+    reading = agent.read(peer, blocks, blocks, own)
     while not reading.has_ended():
         time.sleep(0.0002)
     seconds = time.perf_counter() - started
@@ -147,7 +147,7 @@ def main() -> None:
         for name, memory in memories.items():
             agent = agents[name]
             assert agent is not None
-            direct[name].append(read_directly(agent, memory, num_blocks))
+            direct[name].append(read_directly(agent, memory, own, num_blocks))
         for name, (fetcher, kind, first) in ways.items():
             times[name].append(fetch(fetcher, num_blocks, addresses[kind], first + number))
     ours.send("end")

@@ -17,7 +17,7 @@ from neso.engine.kv_transfer.connection import Connection, TransferError
 from neso.engine.kv_transfer.format import KvFormat, prefix_digest
 from neso.engine.kv_transfer.nixl import NixlAgent
 from neso.engine.kv_transfer.protocol import Ended, Progress, Pull, Release
-from neso.engine.kv_transfer.readers import BlockReader, Readers
+from neso.engine.kv_transfer.readers import Opened, Readers
 from neso.engine.runners.shared_cache import SharedCache
 
 logger = logging.getLogger(__name__)
@@ -81,10 +81,10 @@ class Fetcher:
         try:
             connection = Connection(self._context, fetch.address, fetch.deadline, lambda: fetch.cancelled)
             try:
-                reader = self._readers.open(connection)
-                fetch.transport = reader.transport
+                opened = self._readers.open(connection)
+                fetch.transport = opened.reader.transport
                 try:
-                    self._run(fetch, connection, reader)
+                    self._run(fetch, connection, opened)
                     fetch.done.set()
                     if not fetch.cancelled:
                         _release(connection, fetch.transfer_id)
@@ -92,7 +92,7 @@ class Fetcher:
                     fetch.error, fetch.reason = str(error), error.reason
                 finally:
                     fetch.done.set()
-                    reader.close()
+                    opened.reader.close()
             finally:
                 connection.close()
         except TransferError as error:
@@ -125,36 +125,43 @@ class Fetcher:
             self._nixl.close()
         self._context.destroy(linger=0)
 
-    def _run(self, fetch: Fetch, connection: Connection, reader: BlockReader) -> None:
-        at_once = max(1, reader.max_bytes // self._format.block_bytes)
-        size = self._format.block_size
-        have = fetch.first
-        end = fetch.first + len(fetch.targets)
+    def _run(self, fetch: Fetch, connection: Connection, opened: Opened) -> None:
+        own_size, size = self._format.block_size, opened.theirs.block_size
+        first = fetch.first * own_size
+        have = first // size
+        end = -(-(first + len(fetch.targets) * own_size) // size)
         while have < end and not fetch.cancelled:
             state = connection.ask(Pull(connection.token, fetch.transfer_id, have), Progress)
             if isinstance(state, Ended):
                 raise TransferError(state.reason, "ended")
             if state.blocks:
                 self._check(fetch, state)
-            blocks = state.blocks[: end - have]
-            for start in range(0, len(blocks), at_once):
-                part = slice(start, start + at_once)
-                intact = self._copy(fetch, reader, blocks[part], state.epochs[part])
+            blocks, epochs = state.blocks[: end - have], state.epochs[: end - have]
+            for start in range(0, len(blocks), opened.max_blocks):
+                part = slice(start, start + opened.max_blocks)
+                intact = self._copy(fetch, opened, have, blocks[part], epochs[part])
                 have += intact
+                fetch.num_blocks = min(len(fetch.targets), max(0, have * size - first) // own_size)
                 if intact < len(blocks[part]):
                     break
             if state.complete and have >= state.num_tokens // size:
                 break
 
-    def _copy(self, fetch: Fetch, reader: BlockReader, blocks: list[int], epochs: list[int]) -> int:
-        """Copy the next blocks; returns how many of them have their content."""
+    def _copy(self, fetch: Fetch, opened: Opened, have: int, blocks: list[int], epochs: list[int]) -> int:
+        """Copy the other engine's blocks of the sequence from `have` on; returns how many have their content."""
         started = time.perf_counter()
-        after = reader.read(blocks, fetch.targets[fetch.num_blocks :][: len(blocks)])
-        fetch.seconds += time.perf_counter() - started
+        if opened.converter is None:
+            targets = fetch.targets[have - fetch.first :][: len(blocks)]
+        else:
+            targets = list(range(len(blocks)))
+        after = opened.reader.read(blocks, targets)
         # Blocks whose epoch has changed were given to another sequence, maybe before they were read.
         intact = next((i for i, epoch in enumerate(epochs) if after[i] != epoch), len(blocks))
-        fetch.num_blocks += intact
-        fetch.num_bytes += intact * self._format.block_bytes
+        if opened.converter is not None:
+            first = fetch.first * self._format.block_size
+            opened.converter.write(have, intact, first, fetch.targets)
+        fetch.seconds += time.perf_counter() - started
+        fetch.num_bytes += intact * opened.theirs.block_bytes
         return intact
 
     def _check(self, fetch: Fetch, state: Progress) -> None:

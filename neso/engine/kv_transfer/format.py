@@ -20,9 +20,10 @@ class KvFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     - model: digest of the checkpoint and of the options that change keys and values
     - layout: name of the order of values within a block
-    - dtype: float32 or bfloat16
+    - dtype: float32, bfloat16 or float16
     - block_size: tokens
     - num_parts, part_bytes: see `CacheShape`
+    - num_layers, kv_heads, head_dim: shape of the keys and values of a token; 0 if blocks cannot be converted
     """
 
     model: str
@@ -31,15 +32,16 @@ class KvFormat(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_parts: int
     part_bytes: int
+    num_layers: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
 
     @property
     def block_bytes(self) -> int:
         return self.num_parts * self.part_bytes
 
     def difference(self, other: KvFormat) -> str:
-        """Return the first property that differs and both values; empty if blocks can be copied as they are."""
-        if self.model != other.model:
-            return "the engines have different models, or options that change keys and values"
+        """Return the first property of the blocks that differs and both values; empty if none does."""
         for name in self.__struct_fields__[1:]:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:

@@ -22,6 +22,7 @@ from neso.engine.runners.shared_cache import CacheShape, SharedCache, block_runs
 logger = logging.getLogger(__name__)
 
 _MODULES = ("nixl_cu12._bindings", "nixl_cu13._bindings")
+MIN_PIECE_BYTES = 1 << 20
 _PROGRESS_MICROSECONDS = 1000
 """Time between two looks of NIXL's thread for progress. Without one, the thread would keep a core busy."""
 
@@ -43,24 +44,29 @@ class NixlMemory(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """The NIXL agent of another engine. A broken one is removed after its last read; the next read connects again."""
+    """The NIXL agent of another engine. A broken one is removed after its last read; the next read connects again.
+
+    `piece_bytes`: size of a read, by the speed of the last ones.
+    """
 
     engine: str
     name: str
     memory: NixlMemory
     num_users: int = 0
     broken: bool = False
+    piece_bytes: int = MIN_PIECE_BYTES
 
 
 class NixlAgent:
     """The NIXL agent of an engine, with which its cache can be read and it reads those of others. Thread-safe.
 
-    `name`: must be unique among all engines. Raises `NixlError` if NIXL is not installed or does not start.
+    `name`: must be unique among all engines; `cache`: what `memory` describes.
+    Raises `NixlError` if NIXL is not installed or does not start.
     """
 
     def __init__(self, name: str, cache: SharedCache) -> None:
         self._nixl = _import()
-        self._cache = cache
+        self.cache = cache
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}  # by the name of the engine
         self.closing = False
@@ -71,8 +77,7 @@ class NixlAgent:
             config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
             self._agent = self._nixl.nixlAgent(name, config)
             self._agent.createBackend("UCX", {})
-            region = (cache.blocks.ctypes.data, cache.shape.cache_bytes, 0, "")
-            self._agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [region]), [])
+            self._agent.registerMem(self._region(cache), [])
             metadata = self._agent.getLocalMD()
         except Exception as error:
             raise NixlError(f"NIXL does not start: {error}") from error
@@ -102,15 +107,34 @@ class NixlAgent:
                 with contextlib.suppress(Exception):  # NIXL has forgotten it by itself
                     self._agent.invalidateRemoteMD(peer.name)
 
-    def read(self, peer: Peer, blocks: list[int], targets: list[int]) -> NixlRead:
-        """Begin to copy blocks of a peer to own blocks. Raises `NixlError`."""
-        shape = self._cache.shape
+    def register(self, cache: SharedCache) -> None:
+        """Let `read` write to another cache of this process; `unregister` must follow. Raises `NixlError`."""
+        try:
+            self._agent.registerMem(self._region(cache), [])
+        except Exception as error:
+            raise NixlError(f"NIXL cannot use memory: {error}") from error
+
+    def unregister(self, cache: SharedCache) -> None:
+        """End the use of a cache, to which nothing is written any more."""
+        with contextlib.suppress(Exception):  # the agent is closed
+            self._agent.deregisterMem(self._region(cache), [])
+
+    def _region(self, cache: SharedCache) -> Any:
+        region = (cache.blocks.ctypes.data, cache.shape.cache_bytes, 0, "")
+        return self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [region])
+
+    def read(self, peer: Peer, blocks: list[int], targets: list[int], own: SharedCache) -> NixlRead:
+        """Begin to copy blocks of a peer to blocks of `own`, which has the same parts. Raises `NixlError`.
+
+        own: the cache of this agent, or a registered one
+        """
+        shape = own.shape
         sources, owns, counts = zip(*block_runs(blocks, targets), strict=True)
         theirs = CacheShape(shape.num_parts, peer.memory.num_blocks, shape.part_bytes)
         try:
             handle = self._agent.createXferReq(
                 self._nixl.NIXL_READ,
-                self._descriptors(self.memory.address, shape, owns, counts),
+                self._descriptors(own.blocks.ctypes.data, shape, owns, counts),
                 self._descriptors(peer.memory.address, theirs, sources, counts),
                 peer.name,
                 b"",

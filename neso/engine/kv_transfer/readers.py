@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import Protocol
+from collections import deque
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from neso.engine.kv_transfer.config import Via
 from neso.engine.kv_transfer.connection import Connection, TransferError
+from neso.engine.kv_transfer.conversion import Converter, mismatch
 from neso.engine.kv_transfer.format import KvFormat
-from neso.engine.kv_transfer.nixl import NixlAgent, NixlError, NixlRead, Peer
+from neso.engine.kv_transfer.nixl import MIN_PIECE_BYTES, NixlAgent, NixlError, NixlRead, Peer
 from neso.engine.kv_transfer.protocol import Content, Ended, Epochs, Hello, Memory, Read, Welcome, host_id
 from neso.engine.kv_transfer.server import MAX_READ_BYTES
 from neso.engine.runners.shared_cache import CacheShape, SharedCache, block_runs
@@ -20,6 +22,8 @@ from neso.engine.runners.shared_cache import CacheShape, SharedCache, block_runs
 _MAX_MAPPED = 64
 """Number of engines whose memory stays mapped."""
 _POLL_SECONDS = 0.0002
+_MAX_PIECE_BYTES = 64 << 20
+_FAST_PIECE_SECONDS = 0.25
 
 
 class BlockReader(Protocol):
@@ -80,22 +84,39 @@ class MessageReader:
 
 
 class NixlReader:
-    """Reads the blocks with NIXL, and asks the KV server for their epochs."""
+    """Reads the blocks with NIXL, two pieces at a time, and asks the KV server for their epochs.
+
+    The wait for the other engine ends `ANSWER_SECONDS` after the last piece that has come. Pieces are small on a slow
+    connection, so that it is not given up while it makes progress.
+    """
 
     transport = "nixl"
-    max_bytes = 64 << 20
+    max_bytes = 256 << 20
 
-    def __init__(self, agent: NixlAgent, peer: Peer, connection: Connection) -> None:
-        self._agent, self._peer, self._connection = agent, peer, connection
-        self._running: NixlRead | None = None
+    def __init__(self, agent: NixlAgent, peer: Peer, connection: Connection, own: SharedCache) -> None:
+        self._agent, self._peer, self._connection, self._own = agent, peer, connection, own
+        self._running: deque[NixlRead] = deque()
+        self._registers = own is not agent.cache
+        if self._registers:
+            try:
+                agent.register(own)
+            except NixlError:
+                agent.disconnect(peer)
+                raise
 
     def read(self, blocks: list[int], targets: list[int]) -> list[int]:
         try:
-            self._running = read = self._agent.read(self._peer, blocks, targets)
-            end = self._connection.next_end()
-            while not read.has_ended():
-                self._connection.check(end)
-                time.sleep(_POLL_SECONDS)
+            start = 0
+            while start < len(blocks) or self._running:
+                while start < len(blocks) and len(self._running) < 2:
+                    piece = slice(
+                        start, start + max(1, self._peer.piece_bytes // self._own.shape.block_bytes)
+                    )
+                    self._running.append(
+                        self._agent.read(self._peer, blocks[piece], targets[piece], self._own)
+                    )
+                    start = piece.stop
+                self._wait()
         except NixlError as error:
             raise TransferError(str(error), "disconnected") from None
         reply = self._connection.ask(Epochs(self._connection.token, blocks), Content)
@@ -103,13 +124,46 @@ class NixlReader:
             raise TransferError("the other engine sent no epochs", "error")
         return reply.epochs
 
+    def _wait(self) -> None:
+        """Wait for the first running piece, and make the next ones larger if it was fast."""
+        started = time.monotonic()
+        end = self._connection.next_end()
+        while not self._running[0].has_ended():
+            self._connection.check(end)
+            time.sleep(_POLL_SECONDS)
+        self._running.popleft()
+        if time.monotonic() - started < _FAST_PIECE_SECONDS:
+            self._peer.piece_bytes = min(2 * self._peer.piece_bytes, _MAX_PIECE_BYTES)
+        else:
+            self._peer.piece_bytes = max(self._peer.piece_bytes // 2, MIN_PIECE_BYTES)
+
     def close(self) -> None:
-        try:
-            while not (self._running is None or self._agent.closing or self._running.has_ended()):
-                time.sleep(_POLL_SECONDS)
-        except NixlError:  # it has ended with an error
-            pass
+        while self._running and not self._agent.closing:
+            try:
+                if not self._running[0].has_ended():
+                    time.sleep(_POLL_SECONDS)
+                    continue
+            except NixlError:  # it has ended with an error
+                pass
+            self._running.popleft()
+        if self._registers and not self._running:
+            self._agent.unregister(self._own)
         self._agent.disconnect(self._peer)
+
+
+class Opened(NamedTuple):
+    """A reader of blocks of the format `theirs`. With a converter, it reads into the converter's staging cache."""
+
+    reader: BlockReader
+    theirs: KvFormat
+    converter: Converter | None
+
+    @property
+    def max_blocks(self) -> int:
+        """Number of blocks to read at a time."""
+        if self.converter is not None:
+            return self.converter.staging.shape.num_blocks
+        return max(1, self.reader.max_bytes // self.theirs.block_bytes)
 
 
 class Readers:
@@ -123,18 +177,25 @@ class Readers:
         self._lock = threading.Lock()
         self._mapped: dict[str, SharedCache] = {}  # by the name of the engine
 
-    def open(self, connection: Connection) -> BlockReader:
+    def open(self, connection: Connection) -> Opened:
         """Shake hands with the other engine, and choose. Raises `TransferError` if it must be refused."""
         welcome = connection.ask(Hello(connection.token), Welcome)
         if isinstance(welcome, Ended):
             raise TransferError(welcome.reason)
-        difference = self._format.difference(welcome.format)
-        if difference:
-            raise TransferError(f"the cache of the other engine is different: {difference}")
+        reason = mismatch(self._format, welcome.format)
+        if reason:
+            raise TransferError(f"the cache of the other engine is different: {reason}")
+        converter = None
+        if self._format != welcome.format:
+            converter = Converter(self._own, self._format, welcome.format)
+        into = self._own if converter is None else converter.staging
+        return Opened(self._choose(connection, welcome, into), welcome.format, converter)
+
+    def _choose(self, connection: Connection, welcome: Welcome, into: SharedCache) -> BlockReader:
         if self._via in ("auto", "shm"):
             memory = self._map(welcome)
             if memory is not None:
-                return SharedMemoryReader(self._own, memory)
+                return SharedMemoryReader(into, memory)
             if self._via == "shm":
                 raise TransferError(
                     "kv_transfer_via=shm, but the memory of the other engine cannot be mapped"
@@ -143,12 +204,12 @@ class Readers:
             if self._nixl is not None and welcome.nixl is not None:
                 try:
                     peer = self._nixl.connect(welcome.engine, welcome.nixl)
+                    return NixlReader(self._nixl, peer, connection, into)
                 except NixlError as error:
                     raise TransferError(str(error), "disconnected") from None
-                return NixlReader(self._nixl, peer, connection)
             if self._via == "nixl":
                 raise TransferError("kv_transfer_via=nixl, but the other engine has no NIXL")
-        return MessageReader(self._own, connection)
+        return MessageReader(into, connection)
 
     def close(self) -> None:
         """No reader may be open."""
@@ -156,12 +217,14 @@ class Readers:
 
     def _map(self, welcome: Welcome) -> SharedCache | None:
         """Return the memory of the other engine; None if this process cannot map it."""
-        memory, own = welcome.memory, self._own.shape
+        memory, theirs = welcome.memory, welcome.format
         if memory.host != host_id():
             return None
         with self._lock:
             if welcome.engine not in self._mapped:
-                mapped = _open_memory(memory, CacheShape(own.num_parts, memory.num_blocks, own.part_bytes))
+                mapped = _open_memory(
+                    memory, CacheShape(theirs.num_parts, memory.num_blocks, theirs.part_bytes)
+                )
                 if mapped is None:
                     return None
                 while len(self._mapped) >= _MAX_MAPPED:

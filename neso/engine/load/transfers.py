@@ -32,7 +32,8 @@ def start_transfers(config: EngineConfig, core: EngineCore, transfer: KvTransfer
     """Start the KV server; returns its address and the format of the blocks. Raises `EngineError`."""
     cache = core.runner.shared_cache
     assert cache is not None
-    layout, dtype = core.runner.cache_format
+    values = core.runner.cache_format
+    assert values is not None
     block_format = KvFormat(
         model=model_digest(
             Path(config.model),
@@ -40,11 +41,10 @@ def start_transfers(config: EngineConfig, core: EngineCore, transfer: KvTransfer
             config.max_attention_window_size,
             config.sink_token_length,
         ),
-        layout=layout,
-        dtype=dtype,
         block_size=config.scheduler.block_size,
         num_parts=cache.shape.num_parts,
         part_bytes=cache.shape.part_bytes,
+        **values._asdict(),
     )
     options = config.transfer
     try:

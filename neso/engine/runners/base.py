@@ -12,7 +12,7 @@ import numpy.typing as npt
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.host_resources import available_memory
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
-from neso.engine.runners.shared_cache import SharedCache
+from neso.engine.runners.shared_cache import CacheFormat, SharedCache
 from neso.engine.sampling.token_sampling import SamplingBatch, choose
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ class Runner(ABC):
     """Largest attention window of any layer; None for full attention. Blocks outside the window are freed."""
     shared_cache: SharedCache | None = None
     """The KV cache, if it was allocated as a shared one."""
-    cache_format: tuple[str, str] = ("", "")
-    """Name of the order of values within a block, and their dtype; for runners with "shared_cache"."""
+    cache_format: CacheFormat | None = None
+    """Format of the blocks, for runners with "shared_cache"."""
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,19 @@ class CacheShape:
     @property
     def block_bytes(self) -> int:
         return self.num_parts * self.part_bytes
+
+
+class CacheFormat(NamedTuple):
+    """Order of the values within a block, their dtype, and the keys and values of a token.
+
+    layout: "native" or "heads", see `neso/engine/kv_transfer/conversion.py`
+    """
+
+    layout: str
+    dtype: str
+    num_layers: int
+    kv_heads: int
+    head_dim: int
 
 
 class SharedCache:

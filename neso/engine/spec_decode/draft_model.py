@@ -3,9 +3,9 @@
 The draft model has its own KV cache with the same layout as the model's, and no accounting of its own: block tables
 index both caches. It computes the same tokens as the model in the same step, so blocks that are reused from the prefix
 cache, shared by forks or copied are valid in both caches. If it lags behind (by the last token of a fully accepted
-draft, or because drafting was disabled), it catches up in one step. Missing keys and values reduce the acceptance rate,
-never the correctness. Its context may be shorter than the model's: positions after its end are neither computed nor
-drafted.
+draft, because drafting was disabled, or by the blocks of another engine), it catches up before the next draft. Missing
+keys and values reduce the acceptance rate, never the correctness. Its context may be shorter than the model's:
+positions after its end are neither computed nor drafted.
 """
 
 from __future__ import annotations
@@ -72,13 +72,14 @@ class DraftModelProposer(Proposer):
     def complete(self, step: Step) -> None:
         pending, self._pending = self._pending, {}
         found = [self._catch_up(scheduled) for scheduled in step.scheduled]
-        drafting = []
+        drafting, lags = [], False
         for scheduled, item in zip(step.scheduled, found, strict=True):
             draft = pending.pop(scheduled.sequence.id, None)
             if draft is None:
                 continue
             reaches_end = item and item.start + len(item.token_ids) == scheduled.sequence.num_tokens
             if item is None or not reaches_end or not scheduled.num_draft_tokens:
+                lags |= item is not None and not reaches_end
                 scheduled.drop_drafts()
                 draft.token_ids = []
                 continue
@@ -89,7 +90,12 @@ class DraftModelProposer(Proposer):
             draft.token_ids = []
         inputs = [item for item in found if item is not None]
         # A step without prompts and drafts can be computed later, when the draft model catches up.
-        computes = drafting or step.block_copies or not all(scheduled.decodes for scheduled in step.scheduled)
+        computes = (
+            drafting
+            or lags
+            or step.block_copies
+            or not all(scheduled.decodes for scheduled in step.scheduled)
+        )
         for item in inputs:
             end = item.start + (len(item.token_ids) if computes else 0)
             item.sequence.addons[self] = (item.sequence.num_preemptions, end)
@@ -105,7 +111,8 @@ class DraftModelProposer(Proposer):
         end = scheduled.end - scheduled.num_draft_tokens
         preemptions, computed = sequence.addons.get(self, (-1, 0))
         if preemptions != sequence.num_preemptions:
-            computed = sequence.num_computed_tokens
+            # Imported blocks have no keys and values of the draft model.
+            computed = max(0, sequence.num_computed_tokens - sequence.num_imported_tokens)
         longest = self._runner.max_position
         if computed >= longest < end:
             return None

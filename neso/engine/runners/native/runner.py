@@ -31,7 +31,7 @@ from neso.engine.runners.native.packed_decoder import (
 from neso.engine.runners.native.packing import KINDS, Arena, reject_fp8
 from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
-from neso.engine.runners.shared_cache import CacheShape, SharedCache
+from neso.engine.runners.shared_cache import CacheFormat, CacheShape, SharedCache
 from neso.engine.sampling.token_sampling import RowMasks, SamplingBatch
 from neso.engine.spec_decode.draft import NO_TREE, DraftTreePlan, token_positions
 from neso.engine.specs.decoder_spec import DecoderSpec
@@ -80,7 +80,11 @@ class NativeRunner(SpecRunner):
         self._adapter_kind: AdapterKind = "f32" if weights.cache_kind == "f32" else "bf16"
         self._hidden = np.empty((0, spec.hidden_size), np.float32)
         self._has_cache = False
-        self.cache_format = "native", "float32" if weights.cache_kind == "f32" else "bfloat16"
+        self.cache_format = CacheFormat(
+            "native",
+            "float32" if weights.cache_kind == "f32" else "bfloat16",
+            *(spec.num_layers, spec.num_kv_heads, spec.head_dim),
+        )
         self._moved: _native.Weights | None = None
 
     @classmethod

@@ -32,6 +32,7 @@ from neso.engine.runners.reference.layers import (
 from neso.engine.runners.reference.rotary import cos_sin, rotate
 from neso.engine.runners.reference.weights import DecoderWeights, LayerWeights, NormWeights
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
+from neso.engine.runners.shared_cache import CacheFormat
 from neso.engine.spec_decode.draft import DraftTreePlan, token_positions
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.weights.source import TensorSource
@@ -53,8 +54,6 @@ class ReferenceRunner(SpecRunner):
             "tree_attention",
         }
     )
-
-    cache_format = "reference", "float32"
 
     def __init__(self, shard: Shard, weights: DecoderWeights) -> None:
         super().__init__(shard.whole)
@@ -85,6 +84,8 @@ class ReferenceRunner(SpecRunner):
     def allocate_cache(self, layout: CacheLayout) -> None:
         self._cache = KVCache(self._spec, layout)
         self.shared_cache = self._cache.shared
+        spec = self._spec
+        self.cache_format = CacheFormat("heads", "float32", spec.num_layers, spec.num_kv_heads, spec.head_dim)
 
     def cache_bytes_per_block(self, block_size: int) -> int:
         return KVCache.bytes_per_block(self._spec, block_size)
