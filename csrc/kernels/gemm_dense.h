@@ -29,7 +29,9 @@ NESO_INLINE void gemm_panels(const Input& input, const Matrix& matrix, const Gem
         } else {
             dot<Panel, Rows, Panels>(inputs, input.stride, weights, weight_stride, matrix.depth, sums);
         }
+        NESO_UNROLL
         for (int r = 0; r < Rows; ++r) {
+            NESO_UNROLL
             for (int p = 0; p < Panels; ++p) {
                 store_panel(matrix, first + p, sums[r][p], out + (row + r) * stride, accumulate);
             }

@@ -93,8 +93,11 @@ NESO_INLINE void quantized_panels(const Input& input, const Matrix& matrix, int 
         const int begin = group * group_size;
         const int end = begin + group_size < input.depth ? begin + group_size : input.depth;
         I32 sums[Rows][Panels][Planes][kVectors] = {};
+        NESO_UNROLL
         for (int r = 0; r < Rows; ++r) {
+            NESO_UNROLL
             for (int p = 0; p < Panels; ++p) {
+                NESO_UNROLL
                 for (int v = 0; v < kVectors; ++v) sums[r][p][0][v] = splat(-kMiddle * input_sums[r * groups + group]);
             }
         }
@@ -124,7 +127,9 @@ NESO_INLINE void quantized_panels(const Input& input, const Matrix& matrix, int 
             if constexpr (!Symmetric) offsets += kPanel;
         }
     }
+    NESO_UNROLL
     for (int r = 0; r < Rows; ++r) {
+        NESO_UNROLL
         for (int p = 0; p < Panels; ++p) {
             store_panel(matrix, panel + p, totals[r][p], out + (row + r) * stride, accumulate);
         }

@@ -123,7 +123,9 @@ NESO_INLINE void expand_panels(const ExpandTask& task, int panel) {
     for_row_blocks(task.num_rows, [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
         F32 sums[Rows][Panels][kVectors] = {};
         dot<Panel, Rows, Panels>(task.h + row * task.h_stride, task.h_stride, b, panel_size, task.rank, sums);
+        NESO_UNROLL
         for (int r = 0; r < Rows; ++r) {
+            NESO_UNROLL
             for (int p = 0; p < Panels; ++p) {
                 add_panel(task, panel + p, sums[r][p], task.out + task.rows[row + r] * task.out_stride);
             }

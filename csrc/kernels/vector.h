@@ -14,6 +14,14 @@
 #define NESO_INLINE inline __attribute__((always_inline))
 #define NESO_INLINE_LAMBDA __attribute__((always_inline))
 
+// For loops over an array of sums, outside the inner loop. Clang keeps an array in registers only if all its indices are
+// constants, and otherwise stores every sum in every iteration of the inner loop. GCC does not need it.
+#if defined(__clang__)
+#define NESO_UNROLL _Pragma("unroll")
+#else
+#define NESO_UNROLL
+#endif
+
 namespace neso::NESO_ISA {
 
 #if defined(__AVX512F__)
