@@ -69,9 +69,9 @@ def check_transfer(collector: Collector, num_tokens: int) -> None:
     assert (transfer["neso.missing_blocks"], transfer["neso.transport"]) == (0, "shm")
     decode = by_name["decode", "decode"]
     assert (decode.attributes["neso.tokens"], decode.attributes["neso.attempt"]) == (num_tokens, 1)
-    # Times of a worker are known to about the delay of a message.
-    assert by_name["queue", "decode"].start <= by_name["prefill", "prefill"].start <= decode.end
-    assert by_name["prefill", "prefill"].start <= by_name["kv_transfer", "decode"].end <= decode.end
+    # Times of different workers cannot be compared: they are known to the delay of a message.
+    assert by_name["queue", "decode"].start <= by_name["prefill", "prefill"].start
+    assert by_name["kv_transfer", "decode"].end <= decode.end
 
 
 def test_spans_of_prefill_and_decode_workers_and_of_a_lost_attempt(
