@@ -23,6 +23,7 @@ _EXTRAS = {
     "transformers": ("torch", "decoders without a specification of their own"),
     "vllm": ("vllm", "vLLM backend"),
     "onnxruntime": ("onnx", "ONNX Runtime backend"),
+    "openvino": ("openvino", "OpenVINO backend"),
     "PIL": ("vision", "images in prompts"),
     "mpi4py": ("mpi", "ranks of one model by MPI"),
     "opentelemetry": ("otel", "OpenTelemetry traces"),

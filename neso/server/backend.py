@@ -37,12 +37,13 @@ BUILTIN = {
     "llm": "neso.backends.llm:LlmBackend",
     "neso": "neso.backends.llm:LlmBackend",
     "onnxruntime": "neso.backends.onnxruntime.backend:OnnxRuntimeBackend",
+    "openvino": "neso.backends.openvino.backend:OpenVinoBackend",
     "python": "neso.backends.python.backend:PythonBackend",
     "pytorch": "neso.backends.pytorch.backend:PyTorchBackend",
     "tensorrtllm": "neso.backends.tensorrtllm.backend:TensorRtLlmBackend",
     "vllm": "neso.backends.vllm.backend:VllmBackend",
 }
-EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
+EXTRAS = {"onnxruntime": "onnx", "openvino": "openvino", "pytorch": "torch", "vllm": "vllm"}
 """Extras of the `neso` package required by backends."""
 ENTRY_POINT_GROUP = "neso.backends"
 TextFields = Callable[["GenerationOutput"], dict[str, Any]]

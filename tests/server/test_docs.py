@@ -29,6 +29,7 @@ BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<te
         "guides/sequences.md",
         "guides/rate-limiter.md",
         "guides/onnxruntime-backend.md",
+        "guides/openvino-backend.md",
         "guides/pytorch-backend.md",
         "guides/tritonserver-shim.md",
         "guides/tracing.md",

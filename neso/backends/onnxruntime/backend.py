@@ -12,9 +12,9 @@ import numpy.typing as npt
 import onnxruntime
 
 from neso.backends.onnxruntime.session import Session, open_session, read_signature
-from neso.backends.onnxruntime.signature import check_config, complete_config, is_scalar, needs_completion
 from neso.backends.tensor import Instance, InstanceKind, Parameters, TensorBackend, TensorModel
 from neso.backends.tensor.model import Arrays, SharedByDevice, output_names
+from neso.backends.tensor.signature import Scalars, check_config, complete_config, needs_completion
 from neso.server.backend import ModelContext
 from neso.server.errors import InternalError
 from neso.server.tensor import DataType, Tensor
@@ -78,7 +78,7 @@ class OnnxModel(TensorModel):
         self._session: Session | None = None
         self._outputs = output_names(context.config)
         self._has_bfloat16 = False
-        self._scalars: dict[str, tuple[int, ...]] = {}
+        self._scalars: Scalars | None = None
         self._run_options: onnxruntime.RunOptions | None = None
 
     def load(self) -> None:
@@ -87,12 +87,7 @@ class OnnxModel(TensorModel):
         signature = self._session.signature
         config = self.context.config
         check_config(config, signature)
-        known = signature.inputs | signature.optional | signature.outputs
-        self._scalars = {
-            tensor.name: tuple(tensor.dims)
-            for tensor in [*config.input, *config.output]
-            if is_scalar(tensor, known[tensor.name])
-        }
+        self._scalars = Scalars(config, signature)
         tensors = [*signature.inputs.values(), *signature.optional.values()]
         tensors += [signature.outputs[name] for name in self._outputs]
         self._has_bfloat16 = any(tensor.datatype is DataType.BF16 for tensor in tensors)
@@ -100,15 +95,14 @@ class OnnxModel(TensorModel):
             self._run_options = self._shrinkage_options()
 
     def run(self, inputs: Arrays) -> Arrays:
-        if self._session is None:
+        if self._session is None or self._scalars is None:
             raise InternalError("the model is not loaded")
         runtime = self._session.runtime
         feeds = {
             name: _decode_strings(name, array) if array.dtype == object else array
             for name, array in inputs.items()
         }
-        for name in self._scalars.keys() & feeds.keys():
-            feeds[name] = feeds[name].reshape(())
+        feeds = self._scalars.to_model(feeds)
         try:
             if self._has_bfloat16:
                 values = {name: _to_value(array) for name, array in feeds.items()}
@@ -120,10 +114,7 @@ class OnnxModel(TensorModel):
                 outputs = runtime.run(self._outputs, feeds, self._run_options)
         except Exception as error:  # ONNX Runtime's exceptions have no common base class
             raise InternalError(f"onnx runtime error: {error}") from None
-        results = dict(zip(self._outputs, outputs, strict=True))
-        for name in self._scalars.keys() & results.keys():
-            results[name] = np.reshape(results[name], self._scalars[name])
-        return results
+        return self._scalars.from_model(dict(zip(self._outputs, outputs, strict=True)))
 
     def unload(self) -> None:
         self._session = None

@@ -11,6 +11,7 @@ from typing import Any
 import onnxruntime
 
 from neso.backends.tensor import Instance, InstanceKind, Parameters
+from neso.backends.tensor.signature import ModelSignature, ModelTensor
 from neso.server.errors import InternalError, InvalidArgument, Unsupported
 from neso.server.tensor import DataType
 
@@ -43,38 +44,14 @@ _global_threads = False
 
 
 @dataclass(frozen=True, slots=True)
-class OnnxTensor:
-    """An input or output of a graph.
-
-    - type: ONNX type, such as "tensor(float)"
-    - datatype: None for unsupported types: non-tensors, and tensors of unsupported elements
-    - shape: -1 for dynamic dimensions
-    """
-
-    name: str
-    type: str
-    datatype: DataType | None
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OnnxSignature:
-    """Inputs and outputs of a model by name. `optional`: overridable initializers, inputs with default values."""
-
-    inputs: dict[str, OnnxTensor]
-    optional: dict[str, OnnxTensor]
-    outputs: dict[str, OnnxTensor]
-
-
-@dataclass(frozen=True, slots=True)
 class Session:
     """A loaded model. Thread-safe."""
 
     runtime: onnxruntime.InferenceSession
-    signature: OnnxSignature
+    signature: ModelSignature
 
 
-def read_signature(path: Path) -> OnnxSignature:
+def read_signature(path: Path) -> ModelSignature:
     """Read the signature of a model file. Raises `ServerError`."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -102,10 +79,10 @@ def _open(path: Path, options: onnxruntime.SessionOptions, providers: list[Any])
         raise InternalError(
             f"onnx runtime could not start {', '.join(missing)} for '{path.name}', is its library installed?"
         )
-    signature = OnnxSignature(
+    signature = ModelSignature(
         _tensors(runtime.get_inputs()),
-        _tensors(runtime.get_overridable_initializers()),
         _tensors(runtime.get_outputs()),
+        _tensors(runtime.get_overridable_initializers()),
     )
     return Session(runtime, signature)
 
@@ -124,9 +101,9 @@ def _start(
     return _start(path, options, providers)
 
 
-def _tensors(nodes: Iterable[Any]) -> dict[str, OnnxTensor]:
+def _tensors(nodes: Iterable[Any]) -> dict[str, ModelTensor]:
     return {
-        node.name: OnnxTensor(
+        node.name: ModelTensor(
             node.name,
             node.type,
             _DATATYPES.get(node.type),

@@ -68,6 +68,10 @@ _BACKEND_OF_FILE = {
     "model.savedmodel": "tensorflow",
     "model.graphdef": "tensorflow",
 }
+_OTHER_FILES = {
+    "openvino": ("model.onnx", "model.pdmodel", "model.tflite", "model.saved_model", "model.savedmodel")
+}
+"""Files that a backend reads if the configuration names it; without a backend, they are for another one or for none."""
 _BACKEND_OF_PLATFORM = {
     "onnxruntime_onnx": "onnxruntime",
     "pytorch_libtorch": "pytorch",
@@ -263,6 +267,7 @@ def _infer_backend(config: ModelConfig, version_directory: Path) -> str:
 def _find_file(backend: str, version_directory: Path) -> str:
     """Return the first of the backend's model file names that exists; its first name if none exists."""
     names = [filename for filename, of in _BACKEND_OF_FILE.items() if of == backend]
+    names += _OTHER_FILES.get(backend, ())
     return next((name for name in names if (version_directory / name).exists()), names[0] if names else "")
 
 

@@ -1,13 +1,15 @@
-"""Completion of a configuration from the model's signature, and check against the signature."""
+"""Signatures of model files: completion of a configuration from one, and checks of a configuration against one."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from neso.backends.onnxruntime.session import OnnxSignature, OnnxTensor
-from neso.backends.tensor.model import output_names, server_inputs
+import numpy as np
+
+from neso.backends.tensor.model import Arrays, output_names, server_inputs
 from neso.server.errors import InternalError, InvalidArgument
 from neso.server.signature import Shape
 from neso.server.tensor import DataType
@@ -15,12 +17,58 @@ from neso.server.tensor import DataType
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """An input or output of a model file.
+
+    - type: type in the words of the framework, such as "tensor(float)"
+    - datatype: None for unsupported types: non-tensors, and tensors of unsupported elements
+    - shape: -1 for dynamic dimensions; None if the number of dimensions is unknown
+    """
+
+    name: str
+    type: str
+    datatype: DataType | None
+    shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSignature:
+    """Inputs and outputs of a model file by name. `optional`: inputs with default values."""
+
+    inputs: dict[str, ModelTensor]
+    outputs: dict[str, ModelTensor]
+    optional: dict[str, ModelTensor] = field(default_factory=dict)
+
+
+class Scalars:
+    """Scalars of a model that are configured as tensors with one element and without `reshape`."""
+
+    def __init__(self, config: Any, signature: ModelSignature) -> None:
+        known = signature.inputs | signature.optional | signature.outputs
+        self._dims = {
+            tensor.name: tuple(tensor.dims)
+            for tensor in [*config.input, *config.output]
+            if _is_scalar(tensor, known[tensor.name])
+        }
+
+    def to_model(self, inputs: Arrays) -> Arrays:
+        """Return the inputs in the shapes of the model."""
+        return {name: a.reshape(()) if name in self._dims else a for name, a in inputs.items()}
+
+    def from_model(self, outputs: Arrays) -> Arrays:
+        """Return the outputs in the shapes of the configuration."""
+        return {
+            name: np.reshape(a, self._dims[name]) if name in self._dims else a for name, a in outputs.items()
+        }
+
+
 def needs_completion(config: Any) -> bool:
     """Return whether inputs or outputs are missing."""
     return not (config.input and config.output)
 
 
-def complete_config(config: Any, signature: OnnxSignature, default_max_batch_size: int) -> None:
+def complete_config(config: Any, signature: ModelSignature, default_max_batch_size: int) -> None:
     """Add inputs and outputs, and batching if the first dimension of all tensors is dynamic.
 
     Raises `InvalidArgument`.
@@ -39,9 +87,12 @@ def complete_config(config: Any, signature: OnnxSignature, default_max_batch_siz
         )
 
 
-def _complete_batching(config: Any, signature: OnnxSignature, default_max_batch_size: int) -> None:
+def _complete_batching(config: Any, signature: ModelSignature, default_max_batch_size: int) -> None:
     tensors = [*signature.inputs.values(), *signature.outputs.values()]
-    can_batch = all(tensor.shape[:1] == (-1,) for tensor in tensors if tensor.datatype is not None)
+    shapes = [tensor.shape for tensor in tensors if tensor.datatype is not None]
+    if not config.max_batch_size and _has_unbatched_dims(config, signature):
+        return
+    can_batch = all(shape is None or shape[:1] == (-1,) for shape in shapes) and any(shapes)
     if not can_batch:
         if config.max_batch_size:
             raise InvalidArgument(
@@ -55,7 +106,19 @@ def _complete_batching(config: Any, signature: OnnxSignature, default_max_batch_
         config.dynamic_batching.SetInParent()
 
 
-def _add_tensors(config: Any, messages: Any, tensors: Mapping[str, OnnxTensor], exclude: set[str]) -> None:
+def _has_unbatched_dims(config: Any, signature: ModelSignature) -> bool:
+    """Return whether a tensor is configured with all dimensions of the model, so that none is for a batch."""
+    known = signature.inputs | signature.optional | signature.outputs
+    shapes = [(t, known[t.name].shape) for t in [*config.input, *config.output] if t.name in known]
+    return any(shape and len(configured_dims(t)) == len(shape) for t, shape in shapes)
+
+
+def configured_dims(tensor: Any) -> Shape:
+    """Return the dimensions of a configured tensor in the model: `reshape`, or else `dims`."""
+    return tuple(tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims)
+
+
+def _add_tensors(config: Any, messages: Any, tensors: Mapping[str, ModelTensor], exclude: set[str]) -> None:
     for tensor in tensors.values():
         if tensor.name in exclude:
             continue
@@ -67,6 +130,11 @@ def _add_tensors(config: Any, messages: Any, tensors: Mapping[str, OnnxTensor], 
                 tensor.type,
             )
             continue
+        if tensor.shape is None:
+            raise InvalidArgument(
+                f"autofill failed for model '{config.name}': the model has no shape for tensor '{tensor.name}', "
+                "configure its inputs and outputs"
+            )
         message = messages.add()
         message.name = tensor.name
         message.data_type = (
@@ -81,7 +149,7 @@ def _add_tensors(config: Any, messages: Any, tensors: Mapping[str, OnnxTensor], 
         message.dims.extend(dims or (1,))
 
 
-def check_config(config: Any, signature: OnnxSignature) -> None:
+def check_config(config: Any, signature: ModelSignature) -> None:
     """Raise `ServerError`, with Triton's messages, if inputs or outputs do not match the model."""
     states = config.sequence_batching.state
     inputs = {tensor.name for tensor in config.input} | set(server_inputs(config))
@@ -103,7 +171,7 @@ def check_config(config: Any, signature: OnnxSignature) -> None:
         _check_datatype(config, state, signature.outputs[state.output_name], "output")
 
 
-def _check_names(names: Iterable[str], known: Mapping[str, OnnxTensor], kind: str) -> None:
+def _check_names(names: Iterable[str], known: Mapping[str, ModelTensor], kind: str) -> None:
     for name in sorted(names):
         if name not in known:
             raise InvalidArgument(
@@ -113,23 +181,24 @@ def _check_names(names: Iterable[str], known: Mapping[str, OnnxTensor], kind: st
             raise InternalError(f"unsupported type {known[name].type} of {kind} '{name}', expected a tensor")
 
 
-def _check_tensor(config: Any, tensor: Any, found: OnnxTensor, kind: str) -> None:
+def _check_tensor(config: Any, tensor: Any, found: ModelTensor, kind: str) -> None:
     _check_datatype(config, tensor, found, kind)
     if getattr(tensor, "allow_ragged_batch", False) or any(
         tensor.name in spec.target_name for spec in config.batch_output
     ):
         return  # the configured shape is not the shape passed to the model
-    if config.max_batch_size or not is_scalar(tensor, found):
-        dims = tuple(tensor.reshape.shape) if tensor.HasField("reshape") else tuple(tensor.dims)
-        _check_dims(config, tensor.name, dims, found.shape)
+    if found.shape is None:
+        return
+    if config.max_batch_size or not _is_scalar(tensor, found):
+        _check_dims(config, tensor.name, configured_dims(tensor), found.shape)
 
 
-def is_scalar(tensor: Any, found: OnnxTensor) -> bool:
+def _is_scalar(tensor: Any, found: ModelTensor) -> bool:
     """Return whether a tensor of the configuration has one element and no `reshape`, and is a scalar of the model."""
     return found.shape == () and not tensor.HasField("reshape") and set(tensor.dims) <= {1}
 
 
-def _check_datatype(config: Any, tensor: Any, found: OnnxTensor, kind: str) -> None:
+def _check_datatype(config: Any, tensor: Any, found: ModelTensor, kind: str) -> None:
     datatype = DataType.of_message(tensor)
     if datatype is not found.datatype:
         provided = found.datatype.config_name if found.datatype else found.type

@@ -1,0 +1,1 @@
+"""Backend `openvino`: models in the formats that OpenVINO reads."""
