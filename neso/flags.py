@@ -18,6 +18,7 @@ import builtins
 import dataclasses
 import inspect
 import json
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -80,13 +81,15 @@ def integer(minimum: int | None = None, maximum: int | None = None) -> Kind:
 
 
 def number(minimum: float | None = None, maximum: float | None = None) -> Kind:
-    """Return the kind of a flag whose value is a decimal number within the bounds."""
+    """Return the kind of a flag whose value is a finite decimal number within the bounds."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             raise ValueError(f"expected a number, got '{text}'") from None
+        if not math.isfinite(value):
+            raise ValueError(f"expected a finite number, got '{text}'")
         _check_bounds(value, minimum, maximum)
         return value
 
@@ -94,7 +97,7 @@ def number(minimum: float | None = None, maximum: float | None = None) -> Kind:
 
 
 def _check_bounds(value: float, minimum: float | None, maximum: float | None) -> None:
-    if not (minimum is None or value >= minimum):  # also rejects NaN
+    if not (minimum is None or value >= minimum):
         raise ValueError(f"expected at least {minimum}, got {value}")
     if not (maximum is None or value <= maximum):
         raise ValueError(f"expected at most {maximum}, got {value}")

@@ -10,7 +10,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
@@ -47,11 +47,11 @@ class Story(BaseModel):
 
 
 @app.post("/stories")
-async def tell(story: Story) -> StreamingResponse:
+async def tell(story: Story, request: Request) -> StreamingResponse:
     """Stream the continuation. A client that disconnects cancels its request in the workers."""
     try:
         sampling = SamplingParams(temperature=0, max_tokens=story.max_tokens, ignore_eos=True)
-        outputs = app.state.engine.generate(GenerationRequest(story.beginning, sampling))
+        outputs = request.app.state.engine.generate(GenerationRequest(story.beginning, sampling))
         first = await anext(outputs)  # a request that is not valid gets a status, not a broken stream
     except InvalidParameter as error:
         raise HTTPException(400, str(error)) from None
@@ -66,12 +66,13 @@ async def tell(story: Story) -> StreamingResponse:
 
 
 @app.get("/workers")
-async def status() -> dict[str, object]:
+async def status(request: Request) -> dict[str, object]:
     """Show the workers and the queue."""
-    cluster = app.state.engine.cluster
+    engine = request.app.state.engine
+    cluster = engine.cluster
     return {
         "queued": cluster.queue.num_waiting,
-        "running": app.state.engine.num_requests,
+        "running": engine.num_requests,
         "workers": {worker.name: sorted(worker.roles) for worker in cluster.workers},
         "repeated": cluster.counters.retries,
     }

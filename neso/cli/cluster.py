@@ -11,6 +11,8 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from neso.cluster.jetstream.connection import NatsOptions
+
 cluster = typer.Typer(help="Show the workers of a server.", no_args_is_help=True)
 
 _WORKER = "neso_worker_"
@@ -75,13 +77,38 @@ def status(
     credentials_file: Annotated[
         str | None, typer.Option(metavar="PATH", help="File with the credentials of a NATS user.")
     ] = None,
+    nkey_file: Annotated[
+        str | None, typer.Option(metavar="PATH", help="File with the seed of an NKEY of NATS.")
+    ] = None,
+    password_file: Annotated[
+        str | None, typer.Option(metavar="PATH", help="File with USER:PASSWORD for NATS.")
+    ] = None,
     ca_file: Annotated[
         str | None, typer.Option(metavar="PATH", help="File with the certificates that verify NATS.")
+    ] = None,
+    cert_file: Annotated[
+        str | None, typer.Option(metavar="PATH", help="File with the client certificate for NATS.")
+    ] = None,
+    key_file: Annotated[
+        str | None, typer.Option(metavar="PATH", help="File with the key of --cert-file.")
     ] = None,
 ) -> None:
     """Print the workers, their roles, the queue and the transfers of each model on workers, and the stages."""
     if join is not None:
-        _show(_queue_tables(join, token_file, credentials_file, ca_file))
+        from neso.cluster.jetstream.connection import NatsOptions
+
+        options = NatsOptions(
+            urls=join,
+            queue="",
+            token_file=token_file,
+            credentials_file=credentials_file,
+            nkey_file=nkey_file,
+            password_file=password_file,
+            ca_file=ca_file,
+            cert_file=cert_file,
+            key_file=key_file,
+        )
+        _show(_queue_tables(options))
     else:
         _show(_server_tables(url))
 
@@ -101,21 +128,16 @@ def _fail(message: str) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _queue_tables(
-    address: str, token_file: str | None, credentials_file: str | None, ca_file: str | None
-) -> list[Table]:
+def _queue_tables(options: NatsOptions) -> list[Table]:
     import asyncio
 
     from rich.table import Table
 
-    from neso.cluster.jetstream.connection import Member, NatsConnection, NatsOptions
+    from neso.cluster.jetstream.connection import Member, NatsConnection
     from neso.engine.cluster_config import is_nats
     from neso.engine.errors import EngineError
 
-    options = NatsOptions(
-        urls=address, queue="", token_file=token_file, credentials_file=credentials_file, ca_file=ca_file
-    )
-    if not is_nats(address):
+    if not is_nats(options.urls):
         _fail(f"--join must begin with nats://, got '{options.shown}'")
 
     async def read() -> dict[str, tuple[int, list[Member]]]:

@@ -195,7 +195,7 @@ class Worker:
         self.digest = ""
         self._front_ends: dict[str, _FrontEnd] = {}
         self._running: dict[str, _Running] = {}
-        self._last_grants: deque[str] = deque(maxlen=64)
+        self._last_grants: deque[str] = deque(maxlen=1024)
         self._changes: dict[int, tuple[str, int]] = {}  # changes of adapters: front end, and its number
         self._num_changes = 0
         self._stats = EngineStats()
@@ -295,7 +295,8 @@ class Worker:
             self._waiters.append(waiter)
             await waiter
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Check the conditions of `wait_until` again."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -316,13 +317,19 @@ class Worker:
         """Return the tickets of the requests in the engine."""
         return [running.ticket for running in self._running.values() if running.ticket]
 
-    def has_room(self) -> bool:
-        """Whether a request can start now."""
+    def has_room(self, num_claims: int = 0) -> bool:
+        """Whether a request can start now, beside those that are being claimed."""
         credits = self.credits()
         if self._draining:
             return False
         blocks = credits.blocks > 0 or not self._stats.num_blocks
-        return credits.idle or (credits.sequences > 0 and credits.prefill_tokens > 0 and blocks)
+        room = credits.sequences > num_claims and credits.prefill_tokens > 0 and blocks
+        return (credits.idle and not num_claims) or room
+
+    def credits_for(self, front_end: str) -> Credits:
+        """Return what the worker can take now, for a front end whose grants so far are included."""
+        known = self._front_ends.get(front_end)
+        return self.credits(known.num_grants if known is not None else 0)
 
     async def wait_for_grant(self, front_end: str, request_id: str, attempt: int, timeout: float) -> None:
         """Wait until an announced request has come, at most `timeout` seconds."""
@@ -392,7 +399,7 @@ class Worker:
                 self._stats = stats
                 busy = {running.front_end for running in self._running.values()}
                 self._report(self._frames(outputs), to=busy)
-                self._changed()
+                self.changed()
             case BlockChanges():
                 for front_end in self._front_ends.values():
                     if front_end.welcome is not None:
@@ -471,6 +478,11 @@ class Worker:
             return
         match message:
             case Welcome():
+                if (
+                    front_end.welcome is not None
+                ):  # the front end has given the worker up, and repeats its requests
+                    self._forget(name)
+                    front_end = self._front_ends[name] = _FrontEnd()
                 front_end.welcome = message
                 self._report(to=[name])
             case Grant():
@@ -515,7 +527,7 @@ class Worker:
         )
         self._last_grants.append(engine_id)
         self._channel.send(Add(replace(request, request_id=engine_id)))
-        self._changed()
+        self.changed()
 
     def _cancel(self, engine_id: str, index: int | None) -> None:
         running = self._running.get(engine_id)
@@ -527,7 +539,7 @@ class Worker:
             running.open.discard(index)
         if index is None or not running.open:
             del self._running[engine_id]
-        self._changed()
+        self.changed()
 
     def _forget(self, name: str) -> None:
         """Abort all requests of a front end."""

@@ -77,6 +77,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     nats_credentials_file: Annotated[
         str | None, Meta(description="File with the credentials of a NATS user (JWT and seed).")
     ] = None
+    nats_nkey_file: Annotated[str | None, Meta(description="File with the seed of an NKEY of NATS.")] = None
+    nats_password_file: Annotated[str | None, Meta(description="File with USER:PASSWORD for NATS.")] = None
     nats_ca_file: Annotated[
         str | None, Meta(description="File with the certificates that verify NATS, for tls:// addresses.")
     ] = None

@@ -78,3 +78,9 @@ def worker(url: str, name: str, *options: str, prefix: Sequence[str] = ()) -> Pr
         *(*prefix, sys.executable, "-m", "neso.cli", "worker", MODEL, "--join", url, "--name", name),
         *("--engine-config=num_blocks=256", *options),
     )
+
+
+def status(url: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run `neso cluster status`."""
+    command = [sys.executable, "-m", "neso.cli", "cluster", "status", "--join", url, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,7 +13,7 @@ import pytest
 from cluster_server import MODEL, ClusterServer, texts_of_one_engine
 from eventually import wait_until
 from server_process import ServerProcess
-from shared_workers import Nats, Process, needs_nats, worker
+from shared_workers import Nats, Process, needs_nats, status, worker
 from step_pace import slow_children
 
 pytestmark = [pytest.mark.slow, needs_nats]
@@ -74,11 +72,6 @@ class Cluster:
         """Whether nothing runs anywhere: in the servers, the workers and the queue."""
         running = sum(server.server.gauge("vllm:num_requests_running") for server in self.servers)
         return running == 0 and f"queue '{MODEL}': 0 requests" in status(self.nats.url).stdout
-
-
-def status(url: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "neso.cli", "cluster", "status", "--join", url, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +160,6 @@ def test_full_queue_rejects_requests(cluster: Cluster, monkeypatch: pytest.Monke
     try:
         with server(cluster.nats.url, *options) as small:
             body = {"model": MODEL, "prompt": "Tell a story", "max_tokens": 2, "ignore_eos": True}
-            # The server knows the worker after its first request. Until then, a ticket may be taken twice.
             wait_until(lambda: small.post("/v1/completions", body, "openai")[0] == 200)
             client = ClusterServer(small, LENGTH).client
             running = client.completions.create(

@@ -7,6 +7,7 @@ import logging
 import re
 import ssl
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -16,9 +17,10 @@ from neso.engine.cluster_config import ClusterConfig
 from neso.engine.errors import EngineError
 
 if TYPE_CHECKING:
-    from nats.aio.client import Client
     from nats.js import JetStreamContext
     from nats.js.kv import KeyValue
+
+    from neso.cluster.jetstream.client import ReconnectingClient
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,6 @@ BEAT_SECONDS = 3.0
 ENTRY_SECONDS = 15.0
 """Age at which an entry of the bucket is removed."""
 CONNECT_SECONDS = 10
-_RECONNECT_SECONDS = 0.25
 _PENDING_BYTES = 32 * 2**20
 """Messages that are kept while the connection is down; further ones are dropped, which `Links` notices."""
 _STREAM_DIFFERS = 10058
@@ -41,7 +42,8 @@ class NatsOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where a queue is. The files contain secrets; the URLs may contain them.
 
     - urls: `nats://` or `tls://`, separated by commas; queue: name of the queue
-    - token_file, credentials_file: token, or user JWT and seed; ca_file, cert_file, key_file: for TLS
+    - token_file, credentials_file, nkey_file, password_file: token, user JWT and seed, seed of an NKEY, USER:PASSWORD
+    - ca_file, cert_file, key_file: for TLS
     - max_requests: limit of the requests in the queue, of all servers
     """
 
@@ -49,6 +51,8 @@ class NatsOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue: str
     token_file: str | None = None
     credentials_file: str | None = None
+    nkey_file: str | None = None
+    password_file: str | None = None
     ca_file: str | None = None
     cert_file: str | None = None
     key_file: str | None = None
@@ -62,6 +66,8 @@ class NatsOptions(msgspec.Struct, frozen=True, kw_only=True):
             queue=config.nats_queue or re.sub(r"[^A-Za-z0-9_-]", "-", model.rstrip("/").rpartition("/")[2]),
             token_file=token_file,
             credentials_file=config.nats_credentials_file,
+            nkey_file=config.nats_nkey_file,
+            password_file=config.nats_password_file,
             ca_file=config.nats_ca_file,
             cert_file=config.nats_cert_file,
             key_file=config.nats_key_file,
@@ -96,14 +102,13 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 class NatsConnection:
     """A connection of a server or worker to the queue of a model. Created by `open`."""
 
-    def __init__(self, options: NatsOptions, client: Client) -> None:
+    def __init__(self, options: NatsOptions, client: ReconnectingClient) -> None:
         self.options, self.client = options, client
         self.prefix = f"neso.{options.queue}"
         self.stream = f"{_PREFIX}{options.queue}"
         self.tickets = f"{self.prefix}.tickets"
         self.jetstream: JetStreamContext = client.jetstream(timeout=5)
         self.bucket: KeyValue
-        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.on_reconnect: list[Callable[[], None]] = []
         self._created: object = None
         self._last_error: Exception | None = None
@@ -123,10 +128,10 @@ class NatsConnection:
     async def connect(cls, options: NatsOptions, name: str) -> NatsConnection:
         """Connect. Raises `EngineError`."""
         try:
-            from nats.aio.client import Client
+            from neso.cluster.jetstream.client import RECONNECT_SECONDS, ReconnectingClient
         except ImportError:
             raise EngineError("NATS needs the package nats-py: pip install 'neso[nats]'") from None
-        client = Client()
+        client = ReconnectingClient()
         self = cls(options, client)
         arguments = _authentication(options)
         try:
@@ -136,9 +141,8 @@ class NatsConnection:
                     name=name,
                     error_cb=self._error,
                     reconnected_cb=self._reconnected,
-                    closed_cb=self._closed,
                     connect_timeout=CONNECT_SECONDS,
-                    reconnect_time_wait=_RECONNECT_SECONDS,  # type: ignore[arg-type]
+                    reconnect_time_wait=RECONNECT_SECONDS,  # type: ignore[arg-type]
                     max_reconnect_attempts=-1,
                     ping_interval=5,
                     pending_size=_PENDING_BYTES,
@@ -264,12 +268,9 @@ class NatsConnection:
 
     async def _reconnected(self) -> None:
         logger.info("connected to NATS at %s again", self.options.shown)
+        self.client.failures = 0
         for callback in self.on_reconnect:
             callback()
-
-    async def _closed(self) -> None:
-        if not self.closed.done():
-            self.closed.set_result(self._hidden(self.client.last_error) or "it was closed")
 
     async def _error(self, error: Exception) -> None:
         if self.client.is_connected or repr(error) != repr(
@@ -291,7 +292,7 @@ class NatsConnection:
         return text
 
 
-async def _close(client: Client) -> None:
+async def _close(client: ReconnectingClient) -> None:
     try:
         if client.is_connected:
             await asyncio.wait_for(client.flush(1), 1)
@@ -305,11 +306,16 @@ def _authentication(options: NatsOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     try:
         if options.token_file is not None:
-            with open(options.token_file) as file:
-                arguments["token"] = file.read().strip()
+            arguments["token"] = _read(options.token_file)
+        if options.password_file is not None:
+            arguments["user"], separator, arguments["password"] = _read(options.password_file).partition(":")
+            if not separator:
+                raise EngineError(f"{options.password_file} must have the form USER:PASSWORD")
+        if options.nkey_file is not None:
+            arguments["nkeys_seed_str"] = _nkey_seed(options.nkey_file)
         if options.credentials_file is not None:
-            open(options.credentials_file).close()
-            arguments["user_credentials"] = options.credentials_file
+            _read(options.credentials_file)
+            arguments["user_credentials"] = options.credentials_file  # read again for each connection
         if options.ca_file or options.cert_file or "tls://" in options.urls:
             context = ssl.create_default_context(cafile=options.ca_file)
             if options.cert_file is not None:
@@ -318,3 +324,19 @@ def _authentication(options: NatsOptions) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise EngineError(f"a file with secrets of NATS cannot be read: {error}") from None
     return arguments
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text().strip()
+
+
+def _nkey_seed(path: str) -> str:
+    """Return the seed of an NKEY. Raises `EngineError`, which does not contain it, `OSError`."""
+    import nkeys  # type: ignore[import-untyped]
+
+    seed = _read(path)
+    try:
+        nkeys.from_seed(bytearray(seed.encode())).wipe()
+    except Exception:
+        raise EngineError(f"{path} must contain the seed of an NKEY") from None
+    return seed

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import socket as sockets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,7 +23,6 @@ from neso.cluster.jetstream.links import Links
 from neso.cluster.jetstream.messages import Claim, claimed_decoder, encoder, ticket_decoder
 from neso.cluster.messages import FromWorker, Hello
 from neso.cluster.messages import encoder as worker_encoder
-from neso.engine.errors import EngineError
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -81,18 +80,13 @@ class NatsServers:
         logger.error("the server '%s' refuses this worker: %s", server, reason)
 
     async def run(self, worker: Worker) -> None:
-        """Announce the worker and pull tickets. Raises `EngineError` if NATS closes the connection for good."""
+        """Announce the worker and pull tickets."""
         work = [self._announce(worker), self._extend(worker)]
         if "decode" in worker.roles:
             work.append(self._pull(worker))
         tasks = [asyncio.create_task(coroutine) for coroutine in work]
-        futures: list[asyncio.Future[Any]] = [*tasks, self._nats.closed]
         try:
-            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-            if self._nats.closed.done():
-                raise EngineError(
-                    f"NATS at {self._nats.options.shown} has closed the connection: {self._nats.closed.result()}"
-                )
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             next(task for task in tasks if task.done()).result()
         finally:
             for task in tasks:
@@ -136,18 +130,31 @@ class NatsServers:
                 await self._publish(ticket, b"+WPI")
 
     async def _pull(self, worker: Worker) -> None:
+        """Pull one ticket after the other, so that idle workers take turns; claims go on meanwhile."""
         subscription = await self._nats.jetstream.pull_subscribe_bind("workers", self._nats.stream)
-        while True:
-            await worker.wait_until(worker.has_room)
-            try:
-                [message] = await subscription.fetch(1, timeout=_PULL_SECONDS)
-            except asyncio.TimeoutError:
-                continue
-            except Exception as error:
-                logger.debug("pulling is repeated: %s", type(error).__name__)
-                await asyncio.sleep(_RETRY_SECONDS)
-                continue
-            await self._claim(worker, message)
+        claims: set[asyncio.Task[None]] = set()
+
+        def claimed(task: asyncio.Task[None]) -> None:
+            claims.discard(task)
+            worker.changed()
+
+        try:
+            while True:
+                await worker.wait_until(lambda: worker.has_room(len(claims)))
+                try:
+                    [message] = await subscription.fetch(1, timeout=_PULL_SECONDS)
+                except asyncio.TimeoutError:
+                    continue
+                except Exception as error:
+                    logger.debug("pulling is repeated: %s", type(error).__name__)
+                    await asyncio.sleep(_RETRY_SECONDS)
+                    continue
+                task = asyncio.create_task(self._claim(worker, message))
+                claims.add(task)
+                task.add_done_callback(claimed)
+        finally:
+            for task in tuple(claims):
+                task.cancel()
 
     async def _claim(self, worker: Worker, message: Msg) -> None:
         """Ask the server of a ticket for a request."""
@@ -159,7 +166,9 @@ class NatsServers:
             logger.error("a ticket cannot be read: %s", error)
             await self._publish(message.reply, b"+TERM")
             return
-        claim = encoder.encode(Claim(self._name, ticket.number, message.reply, worker.credits()))
+        claim = encoder.encode(
+            Claim(self._name, ticket.number, message.reply, worker.credits_for(ticket.server))
+        )
         subject = f"{self._nats.prefix}.claims.{ticket.server}"
         try:
             answer = await self._nats.client.request(subject, claim, timeout=_CLAIM_SECONDS)
