@@ -2,6 +2,9 @@
 
     python scripts/try_wheel.py dist                       # the wheel in the folder that fits this Python
     python scripts/try_wheel.py WHEEL --tests tests/engine/runners/test_native_kernels.py
+    python scripts/try_wheel.py WHEEL --debian bookworm    # as root: in a minimal Debian with python3-venv alone
+
+The first form hides compilers by an empty PATH. `--debian` needs `mmdebstrap`, and a wheel for that release's Python.
 
 Prints how long it took and how large the installation is; exits non-zero if anything fails.
 """
@@ -15,6 +18,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 from find_wheel import find_wheel
@@ -32,8 +36,13 @@ def main() -> None:
     parser.add_argument(
         "--tests", nargs="+", default=[], help="test files, without need of torch, to run against it"
     )
+    parser.add_argument(
+        "--debian", metavar="RELEASE", help="release of Debian to make, and to try the wheel in"
+    )
     arguments = parser.parse_args()
     wheel = arguments.wheel.resolve()
+    if arguments.debian and (arguments.tests or wheel.is_dir()):
+        parser.error("--debian takes a wheel, and no tests")
     if wheel.is_dir():
         found = find_wheel(wheel, ROOT)
         if found is None:
@@ -42,7 +51,10 @@ def main() -> None:
             )
         wheel = found
     with tempfile.TemporaryDirectory() as scratch:
-        try_wheel(wheel, Path(scratch), arguments.tests)
+        if arguments.debian:
+            try_in_debian(wheel, arguments.debian, Path(scratch))
+        else:
+            try_wheel(wheel, Path(scratch), arguments.tests)
 
 
 def try_wheel(wheel: Path, scratch: Path, tests: list[str]) -> None:
@@ -62,7 +74,7 @@ def try_wheel(wheel: Path, scratch: Path, tests: list[str]) -> None:
         f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, installed {size:.0f} MB in {seconds:.0f} s",
         flush=True,
     )
-    ask_server(venv, environment, scratch)
+    ask_server([venv / "bin" / "neso"], environment, scratch)
     if tests:
         subprocess.run(
             [*pip, "pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"], check=True, env=environment
@@ -72,11 +84,62 @@ def try_wheel(wheel: Path, scratch: Path, tests: list[str]) -> None:
         subprocess.run([*pytest, *(ROOT / test for test in tests)], check=True, env=environment, cwd=scratch)
 
 
-def ask_server(venv: Path, environment: dict[str, str], scratch: Path) -> None:
+def try_in_debian(wheel: Path, release: str, scratch: Path) -> None:
+    root, packages = scratch / "debian", "--include=python3,python3-venv"
+    subprocess.run(["mmdebstrap", "--quiet", "--variant=minbase", packages, release, root], check=True)
+    chroot: list[str | Path] = ["chroot", root]
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
+    found = subprocess.run(
+        [*chroot, "sh", "-c", "command -v cc gcc g++ clang make cmake"],
+        env=environment,
+        stdout=subprocess.PIPE,
+    )
+    if found.stdout:
+        raise SystemExit(f"the new Debian has a compiler: {found.stdout.decode()}")
+    version = subprocess.run(
+        [*chroot, "python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
+        check=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout.strip()
+    # What pip would download; it is installed without the network.
+    download: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--disable-pip-version-check",
+        "--only-binary",
+        ":all:",
+    ]
+    download += ["-c", ROOT / "constraints.txt", "--python-version", version]
+    subprocess.run([*download, "-d", root / "wheels", wheel], check=True)
+    before = size_mb(root)
+    start = time.perf_counter()
+    subprocess.run([*chroot, "python3", "-m", "venv", "/neso"], check=True, env=environment)
+    install = [*chroot, "/neso/bin/pip", "install", "-q", "--no-index", "--find-links", "/wheels"]
+    subprocess.run([*install, f"/wheels/{wheel.name}"], check=True, env=environment)
+    print(
+        f"Debian {release}, Python {version}, no compiler: {wheel.name} of {wheel.stat().st_size / 1e6:.1f} MB; it and "
+        f"{len(list((root / 'wheels').iterdir())) - 1} other wheels of {size_mb(root / 'wheels'):.0f} MB became "
+        f"{size_mb(root) - before:.0f} MB in {time.perf_counter() - start:.0f} s",
+        flush=True,
+    )
+    # In a mount namespace of its own, so that the mounts end with the server, and nothing outside sees them.
+    mount = (
+        'mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" /neso/bin/neso "$@"'
+    )
+    ask_server(["unshare", "--mount", "sh", "-c", mount, root], environment, scratch)
+
+
+def ask_server(command: Sequence[str | Path], environment: dict[str, str], scratch: Path) -> None:
+    """Run `neso serve` by `command`, and ask its model a question. Raises SystemExit if the answer is wrong."""
     port = free_port()
     flags = [f"--http-port={port}", "--allow-grpc=false", "--allow-metrics=false", "--allow-openai=false"]
     start = time.perf_counter()
-    server = subprocess.Popen([venv / "bin" / "neso", "serve", *flags], env=environment, cwd=scratch)
+    server = subprocess.Popen([*command, "serve", *flags], env=environment, cwd=scratch)
     try:
         while not is_ready(port):
             if server.poll() is not None:
