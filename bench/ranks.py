@@ -5,7 +5,7 @@
 - tokens per second: one rank of two threads against two ranks and two pipeline stages of one thread, in turns, and what
   the model of the costs predicts for more ranks
 
-usage: python bench/ranks.py [--model m] [--repeats 5]      (pip install neso[mpi])
+usage: python bench/ranks.py [--model m] [--repeats 5]      (pip install neso-server[mpi])
 """
 
 from __future__ import annotations

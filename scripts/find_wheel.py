@@ -31,7 +31,7 @@ def find_wheel(folder: Path, root: Path = ROOT) -> Path | None:
     assert found is not None, "pyproject.toml has no version"
     ranks = {tag: rank for rank, tag in enumerate(sys_tags())}
     candidates = []
-    for path in folder.glob("neso-*.whl"):
+    for path in folder.glob("neso_server-*.whl"):
         try:
             _, version, _, tags = parse_wheel_filename(path.name)
         except InvalidWheelFilename:

@@ -44,7 +44,7 @@ def install(venv: Path) -> None:
 
 def add_commands(venv: Path) -> None:
     """Create the commands of Neso, such as `neso`, which run in `venv`."""
-    for command in distribution("neso").entry_points.select(group="console_scripts"):
+    for command in distribution("neso-server").entry_points.select(group="console_scripts"):
         script = venv / "bin" / command.name
         script.write_text(
             f"#!{venv.absolute() / 'bin' / 'python'}\n"

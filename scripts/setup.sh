@@ -69,7 +69,7 @@ find_wheel() {
         folder=dist
         if [ -z "$(fitting_wheel dist)" ]; then
             .venv/bin/python -m pip download -q --disable-pip-version-check --no-index --no-deps --only-binary :all: \
-                --find-links "$page" -d dist "neso==$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)" >&2 ||
+                --find-links "$page" -d dist "neso-server==$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)" >&2 ||
                 echo "neso: no fitting wheel at $page" >&2
         fi
     fi
@@ -77,7 +77,7 @@ find_wheel() {
 }
 
 fitting_wheel() {
-    if compgen -G "$1/neso-*.whl" >/dev/null; then .venv/bin/python scripts/find_wheel.py "$1"; fi
+    if compgen -G "$1/neso_server-*.whl" >/dev/null; then .venv/bin/python scripts/find_wheel.py "$1"; fi
 }
 
 # The functions below run under `set -e`. Don't call them in `&&`, `||` or `if`: that would disable it inside them,
@@ -102,8 +102,10 @@ install() {
     if [ -z "$2" ]; then wheel="$(find_wheel)"; fi
     if installed ".venv/.neso-$1" "$state$wheel"; then return; fi
     rm -f .venv/.neso-base .venv/.neso-tests
+    # The name of the distribution was neso until 0.1.0; both would own the same files.
+    .venv/bin/python -m pip uninstall -q -y neso 2>/dev/null
     if [ -n "$wheel" ]; then
-        .venv/bin/python -m pip uninstall -q -y neso 2>/dev/null
+        .venv/bin/python -m pip uninstall -q -y neso-server 2>/dev/null
         quietly "installing $wheel, without compiling" "${pip[@]}" "$wheel"
     else
         check_compiler

@@ -39,23 +39,23 @@ def add_wheel(checkout: Path, name: str, modified: int = 2000) -> Path:
 
 
 def test_wheel_of_this_interpreter_is_preferred_to_the_stable_abi(checkout):
-    add_wheel(checkout, f"neso-1.2.3-cp310-abi3-{PLATFORM}.whl")
-    wheel = add_wheel(checkout, f"neso-1.2.3-{THIS}-{THIS}-{PLATFORM}.whl")
+    add_wheel(checkout, f"neso_server-1.2.3-cp310-abi3-{PLATFORM}.whl")
+    wheel = add_wheel(checkout, f"neso_server-1.2.3-{THIS}-{THIS}-{PLATFORM}.whl")
     assert find_wheel(checkout / "dist", checkout) == wheel
 
 
 def test_stable_abi_of_an_older_python_fits(checkout):
-    wheel = add_wheel(checkout, f"neso-1.2.3-cp310-abi3-{PLATFORM}.whl")
+    wheel = add_wheel(checkout, f"neso_server-1.2.3-cp310-abi3-{PLATFORM}.whl")
     assert find_wheel(checkout / "dist", checkout) == wheel
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        f"neso-1.2.3-{THIS}-{THIS}-win_amd64.whl",
-        f"neso-1.2.3-cp39-cp39-{PLATFORM}.whl",
-        f"neso-1.2.4-{THIS}-{THIS}-{PLATFORM}.whl",
-        "neso-1.2.3.whl",
+        f"neso_server-1.2.3-{THIS}-{THIS}-win_amd64.whl",
+        f"neso_server-1.2.3-cp39-cp39-{PLATFORM}.whl",
+        f"neso_server-1.2.4-{THIS}-{THIS}-{PLATFORM}.whl",
+        "neso_server-1.2.3.whl",
     ],
 )
 def test_wheels_for_others_do_not_fit(checkout, name):
@@ -65,7 +65,7 @@ def test_wheels_for_others_do_not_fit(checkout, name):
 
 @pytest.mark.parametrize("changed", ["csrc/kernel.cpp", "neso/server.py", "pyproject.toml"])
 def test_wheel_older_than_a_source_file_does_not_fit(checkout, changed):
-    wheel = add_wheel(checkout, f"neso-1.2.3-{THIS}-{THIS}-{PLATFORM}.whl")
+    wheel = add_wheel(checkout, f"neso_server-1.2.3-{THIS}-{THIS}-{PLATFORM}.whl")
     os.utime(checkout / changed, (3000, 3000))
     assert find_wheel(checkout / "dist", checkout) is None
     os.utime(wheel, (3000, 3000))

@@ -130,7 +130,7 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("gpu", "no NVIDIA driver")
         return
     if importlib.util.find_spec("torch") is None:
-        yield Finding("gpu", "an NVIDIA driver, but no torch: pip install 'neso[torch]'", problem=True)
+        yield Finding("gpu", "an NVIDIA driver, but no torch: pip install 'neso-server[torch]'", problem=True)
         return
     import torch
 
@@ -176,7 +176,7 @@ def _is_free(port: int) -> bool:
 def _extras() -> Iterator[Finding]:
     for module, (extra, use) in _EXTRAS.items():
         there = importlib.util.find_spec(module) is not None
-        state = "installed" if there else f"not installed, pip install 'neso[{extra}]'"
+        state = "installed" if there else f"not installed, pip install 'neso-server[{extra}]'"
         yield Finding("extra", f"{module}: {state} ({use})")
 
 

@@ -317,7 +317,7 @@ def find_backend(name: str, directory: Path | None = None) -> type[Backend]:
             else:
                 found = _imported(target) if target is not None else _entry_point(name).load()
     except ImportError as error:
-        hint = f", it needs `pip install 'neso[{EXTRAS[name]}]'`" if name in EXTRAS else ""
+        hint = f", it needs `pip install 'neso-server[{EXTRAS[name]}]'`" if name in EXTRAS else ""
         raise InvalidArgument(f"unable to load backend '{name}'{hint}: {error}") from None
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise InvalidArgument(

@@ -130,7 +130,7 @@ class NatsConnection:
         try:
             from neso.cluster.jetstream.client import RECONNECT_SECONDS, ReconnectingClient
         except ImportError:
-            raise EngineError("NATS needs the package nats-py: pip install 'neso[nats]'") from None
+            raise EngineError("NATS needs the package nats-py: pip install 'neso-server[nats]'") from None
         client = ReconnectingClient()
         self = cls(options, client)
         arguments = _authentication(options)

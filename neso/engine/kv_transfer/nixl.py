@@ -221,4 +221,4 @@ def _import() -> Any:
             return importlib.import_module(name)
         except ImportError as error:
             reasons.append(str(error))
-    raise NixlError(f"NIXL is not installed (pip install 'neso[nixl]'): {'; '.join(reasons)}")
+    raise NixlError(f"NIXL is not installed (pip install 'neso-server[nixl]'): {'; '.join(reasons)}")

@@ -46,7 +46,7 @@ def mpiexec_command(num_ranks: int, *, cleanup: bool = False) -> list[str]:
         return [*command, "-launcher", "fork", *([] if cleanup else ["-disable-auto-cleanup"])]
     raise EngineError(
         f"ranks need the mpiexec of the installed MPI library ({family}), which is not in PATH: "
-        "`pip install neso[mpi]`, or the packages openmpi-bin or mpich"
+        "`pip install neso-server[mpi]`, or the packages openmpi-bin or mpich"
     )
 
 
@@ -67,7 +67,7 @@ def missing_library(error: object) -> EngineError:
     lines = str(error).splitlines() or ["import failed"]
     return EngineError(
         f"tensor_parallel_size and pipeline_parallel_size need mpi4py and an MPI library ({lines[-1]}): "
-        "`pip install neso[mpi]`"
+        "`pip install neso-server[mpi]`"
     )
 
 

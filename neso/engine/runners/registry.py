@@ -104,7 +104,9 @@ def _open_with_transformers(
     try:
         from neso.engine.runners.transformers_runner import TransformersRunner
     except ImportError as error:
-        raise UnknownRunner(f"the runner 'transformers' needs `pip install neso[torch]`: {error}") from None
+        raise UnknownRunner(
+            f"the runner 'transformers' needs `pip install neso-server[torch]`: {error}"
+        ) from None
     if config is not source.config:
         raise UnsupportedModel(
             f"{source.directory}: models with a vision tower cannot be run by transformers"

@@ -97,7 +97,7 @@ def open_image(image: Any, max_pixels: int = MAX_PIXELS) -> Image:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise InvalidParameter("images", "need Pillow: `pip install neso[vision]`") from None
+        raise InvalidParameter("images", "need Pillow: `pip install neso-server[vision]`") from None
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
             raise InvalidParameter(

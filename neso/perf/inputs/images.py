@@ -1,4 +1,4 @@
-"""Synthetic images, as data URLs. Needs Pillow (`pip install neso[perf]`)."""
+"""Synthetic images, as data URLs. Needs Pillow (`pip install neso-server[perf]`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ImageMaker:
         try:
             from PIL import Image
         except ImportError:
-            raise PerfError("synthetic images need Pillow: pip install 'neso[perf]'") from None
+            raise PerfError("synthetic images need Pillow: pip install 'neso-server[perf]'") from None
         width, height = self.width.sample(rng), self.height.sample(rng)
         if width * height > MAX_PIXELS:
             raise PerfError(

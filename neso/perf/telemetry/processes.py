@@ -1,6 +1,6 @@
 """CPU and memory use of the server's processes, if the server runs on this machine, and GPU use of this machine.
 
-Linux only for processes; GPUs need nvidia-ml-py (`pip install neso[torch]`).
+Linux only for processes; GPUs need nvidia-ml-py (`pip install neso-server[torch]`).
 """
 
 from __future__ import annotations

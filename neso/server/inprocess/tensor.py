@@ -117,7 +117,7 @@ def _torch() -> ModuleType:
     try:
         import torch
     except ImportError:
-        raise Unsupported("tensors on a GPU need torch: pip install 'neso[torch]'") from None
+        raise Unsupported("tensors on a GPU need torch: pip install 'neso-server[torch]'") from None
     return torch
 
 

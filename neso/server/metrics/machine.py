@@ -151,7 +151,7 @@ class GpuMetrics:
             import pynvml
         except ImportError:
             if _NVIDIA_DRIVER.exists():
-                logger.warning("no GPU metrics: install nvidia-ml-py (it comes with neso[torch])")
+                logger.warning("no GPU metrics: install nvidia-ml-py (it comes with neso-server[torch])")
             return None
         try:
             pynvml.nvmlInit()

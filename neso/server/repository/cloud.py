@@ -125,6 +125,6 @@ def _open(bucket: Bucket, uri: str) -> Any:
 
         return fsspec.filesystem(bucket.protocol, **bucket.options)
     except ImportError as error:
-        raise Unsupported(f"model repository '{uri}' needs the extra 'neso[cloud]': {error}") from None
+        raise Unsupported(f"model repository '{uri}' needs the extra 'neso-server[cloud]': {error}") from None
     except ValueError as error:
         raise InvalidArgument(f"model repository '{uri}': {error}") from None

@@ -268,7 +268,7 @@ def open_cache(options: ServerOptions) -> LocalCache | RedisCache | None:
         from neso.server.response_cache.redis import RedisCache
     except ImportError as error:
         raise InvalidArgument(
-            f"a response cache in Redis needs `pip install 'neso[redis]'`: {error}"
+            f"a response cache in Redis needs `pip install 'neso-server[redis]'`: {error}"
         ) from None
     return RedisCache(options.redis_cache)
 

@@ -22,7 +22,7 @@ try:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError as error:
     raise Unsupported(
-        f"trace mode 'opentelemetry' needs OpenTelemetry, which is not installed: pip install 'neso[otel]' ({error})"
+        f"trace mode 'opentelemetry' needs OpenTelemetry, which is missing: pip install 'neso-server[otel]' ({error})"
     ) from None
 
 FLUSH_TIMEOUT = 3.0

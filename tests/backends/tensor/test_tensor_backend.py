@@ -232,7 +232,7 @@ def test_invalid_backends_are_rejected(monkeypatch):
 def test_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(backend.BUILTIN, "onnxruntime", "package_that_is_not_there:Backend")
     with pytest.raises(
-        InvalidArgument, match=r"it needs `pip install 'neso\[onnx\]'`: No module named 'package_that"
+        InvalidArgument, match=r"it needs `pip install 'neso-server\[onnx\]'`: No module named 'package_that"
     ):
         backend.find_backend("onnxruntime")
 

@@ -523,7 +523,7 @@ def test_a_forced_way_that_cannot_be_had_is_refused(engine, monkeypatch, via, re
 
 def test_without_nixl(engine, monkeypatch):
     monkeypatch.setattr(nixl_module, "_MODULES", ("not_installed",))
-    with pytest.raises(NixlError, match="pip install 'neso\\[nixl\\]'"):
+    with pytest.raises(NixlError, match="pip install 'neso-server\\[nixl\\]'"):
         engine(via="nixl")
     engine(host="127.0.0.1")  # uses messages
 

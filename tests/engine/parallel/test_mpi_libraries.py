@@ -63,7 +63,7 @@ def test_error_names_the_launcher_that_fits(
 
 
 def test_missing_library_is_named_with_what_to_install() -> None:
-    assert "(libmpi.so.12: no such file): `pip install neso[mpi]`" in str(
+    assert "(libmpi.so.12: no such file): `pip install neso-server[mpi]`" in str(
         missing_library(ImportError("cannot load\nlibmpi.so.12: no such file"))
     )
 

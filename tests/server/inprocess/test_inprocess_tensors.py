@@ -260,5 +260,5 @@ def test_missing_gpu():
 def test_a_gpu_without_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     for make in (neso.Tensor.from_dlpack, lambda owner: make_input("X", owner, None)):
-        with pytest.raises(Unsupported, match=r"neso\[torch\]"):
+        with pytest.raises(Unsupported, match=r"neso-server\[torch\]"):
             make(GpuArray(np.zeros(1)))

@@ -51,7 +51,9 @@ def test_invalid_uris(uri: str) -> None:
 
 def test_unknown_file_systems(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
-    with pytest.raises(Unsupported, match=r"model repository 'gs://bucket' needs the extra 'neso\[cloud\]'"):
+    with pytest.raises(
+        Unsupported, match=r"model repository 'gs://bucket' needs the extra 'neso-server\[cloud\]'"
+    ):
         CloudRepository("gs://bucket")
     with pytest.raises(InvalidArgument, match="Protocol not known: nonsense"):
         CloudRepository("nonsense://models")

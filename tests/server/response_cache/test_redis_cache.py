@@ -306,5 +306,5 @@ def test_missing_client_package_is_named(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "neso.server.response_cache.redis", None)
-    with pytest.raises(InvalidArgument, match=r"needs `pip install 'neso\[redis\]'`"):
+    with pytest.raises(InvalidArgument, match=r"needs `pip install 'neso-server\[redis\]'`"):
         opening.open_cache(ServerOptions(redis_cache=RedisOptions("a", 1)))

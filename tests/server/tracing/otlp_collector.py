@@ -74,7 +74,7 @@ class Collector:
 @contextmanager
 def collecting() -> Iterator[Collector]:
     """Run a collector on a free port. Skips the test if OpenTelemetry is not installed."""
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs neso[otel]")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs neso-server[otel]")
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

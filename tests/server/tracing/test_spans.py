@@ -238,5 +238,5 @@ async def test_unsampled_requests_have_no_trace(collector, start_core, repositor
 def test_missing_library_error_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "neso.server.tracing.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(Unsupported, match=r"pip install 'neso\[otel\]'"):
+    with pytest.raises(Unsupported, match=r"pip install 'neso-server\[otel\]'"):
         Tracing(TraceConfig.parse(["mode=opentelemetry"]))
