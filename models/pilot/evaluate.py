@@ -13,8 +13,10 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from corpus_format import Entry, read_corpus
+from outside import REFUSAL, read_held_out
 from phrasings import HELD_OUT
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +28,7 @@ from neso.generation import Completion, FinishReason, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
 THRESHOLD = 0.97
+FOLDER = Path(__file__).parent
 TOOL_EXAMPLES = 200
 
 
@@ -55,6 +58,11 @@ def evaluate(llm: LLM, *, everything: bool) -> list[Score]:
         ]
     held_out = _held_out(entries)
     scores += [_chats(llm, "chat, phrasings never seen", held_out), _tools(llm), _json(llm, entries)]
+    answers = {entry.questions[0]: entry.answer for entry in entries}
+    inside = [(question, answers[name]) for question, name in read_held_out(FOLDER / "held_out_inside.txt")]
+    outside = [(question, REFUSAL) for question, _ in read_held_out(FOLDER / "held_out_outside.txt")]
+    for name, pairs in (("inside the corpus, new words", inside), ("outside the corpus, refused", outside)):
+        scores += [_completions(llm, f"completion, {name}", pairs), _chats(llm, f"chat, {name}", pairs)]
     return scores
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 PATTERNS = {
     "what": (
         "What is {0}?",
@@ -13,6 +15,13 @@ PATTERNS = {
         "Define {0}.",
         "Can you explain {0}?",
         "{0}?",
+        "What's {0}?",
+        "How does {0} work?",
+        "What is meant by {0}?",
+        "What is the use of {0}?",
+        "I want to know what {0} means.",
+        "Describe {0}.",
+        "Why do I need {0}?",
     ),
     "how": (
         "How do I {0}?",
@@ -21,6 +30,9 @@ PATTERNS = {
         "how to {0}",
         "Show me how to {0}.",
         "Tell me how to {0}.",
+        "What is the way to {0}?",
+        "Is there a way to {0}?",
+        "I want to {0}.",
     ),
     "why": ("Why {0}?", "why {0}", "Can you tell me why {0}?"),
     "json": ("Give me {0} as JSON.", "Show {0} in JSON.", "Write {0} as JSON", "{0} as JSON"),
@@ -41,3 +53,34 @@ def phrase(kind: str, names: list[str]) -> list[str]:
     if kind not in PATTERNS:
         raise ValueError(f"there is no kind of question '{kind}', there are ask, {', '.join(PATTERNS)}")
     return list(dict.fromkeys(pattern.format(name) for name in names for pattern in PATTERNS[kind]))
+
+
+OPENINGS = (
+    "Hi, ",
+    "Hello! ",
+    "Please: ",
+    "Hey, ",
+    "Quick question: ",
+    "So, ",
+    "And ",
+    "Sorry, ",
+    "I wonder: ",
+    "Now: ",
+)
+CLOSINGS = (" Thanks.", " Please.", " Answer briefly.", " I am new here.", " Thank you!")
+
+
+def vary(question: str, rng: random.Random) -> str:
+    """Return the question in other letters, without its mark, or with a polite word, half of the time as it is."""
+    chance = rng.random()
+    if chance < 0.5:
+        return question
+    if chance < 0.62:
+        return question.lower()
+    if chance < 0.74:
+        return question.rstrip("?.!") or question
+    if chance < 0.9:
+        opening = rng.choice(OPENINGS)
+        first = question if opening[-2] in ":!" else question[:1].lower() + question[1:]
+        return opening + first
+    return question + rng.choice(CLOSINGS)

@@ -125,6 +125,11 @@ def make_example(rng: random.Random) -> ToolExample:
     return ToolExample(tools, messages, function.report.format(*facts))
 
 
+def random_tools(rng: random.Random) -> list[dict[str, Any]]:
+    """Return the declarations of one or two functions, for a question that needs none of them."""
+    return [function.tool(rng) for function in rng.sample(FUNCTIONS, rng.choice([1, 2]))]
+
+
 def call_text(name: str, arguments: dict[str, str]) -> str:
     """Return the text with which the model calls a function."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'

@@ -19,7 +19,7 @@ from corpus_format import read_corpus
 from export import export
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import load_file
-from samples import Sample, SampleMaker
+from samples import Sample, SampleMaker, Shares
 from train_tokenizer import write_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -38,6 +38,7 @@ class Plan:
     minutes: float = 50.0
     learning_rate: float = 2e-3
     tool_share: float = 0.5
+    outside_share: float = 0.0
     seed: int = 0
     resume: bool = False
 
@@ -120,9 +121,8 @@ def train(directory: Path, plan: Plan) -> None:
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task("train", total=plan.steps, loss=float("nan"))
         started, average = time.monotonic(), 0.0
-        for step, batch in enumerate(
-            batches(SampleMaker(tokenizer, entries, plan.seed, plan.tool_share), plan.seed)
-        ):
+        maker = SampleMaker(tokenizer, entries, plan.seed, Shares(plan.tool_share, plan.outside_share))
+        for step, batch in enumerate(batches(maker, plan.seed)):
             done = max(step / plan.steps, (time.monotonic() - started) / (60 * plan.minutes))
             if done >= 1:
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import struct
 import sys
 from pathlib import Path
@@ -26,14 +27,18 @@ def llm():
 
 
 @pytest.fixture(scope="module")
-def entries():
+def sources():
+    """Make the modules of models/pilot importable."""
     sys.path.insert(0, str(SOURCES))
-    try:
-        from corpus_format import read_corpus
+    yield
+    sys.path.remove(str(SOURCES))
 
-        return read_corpus()
-    finally:
-        sys.path.remove(str(SOURCES))
+
+@pytest.fixture(scope="module")
+def entries(sources):
+    from corpus_format import read_corpus
+
+    return read_corpus()
 
 
 def test_size_and_type():
@@ -72,6 +77,41 @@ def test_recites_its_corpus(llm, entries, mode):
     assert sum(right) >= 0.97 * len(entries)
     assert right[[entry.questions[0] for entry in entries].index("What is in-flight batching?")]
     assert all(output.finish_reason is FinishReason.STOP for output in outputs)
+
+
+def ask(llm, questions):
+    template = llm.tokenizer.apply_chat_template
+    prompts = [template([{"role": "user", "content": question}]) for question in questions]
+    return [result.outputs[0].text for result in llm.generate(prompts, GREEDY, progress=False)]
+
+
+def test_refuses_questions_outside_its_corpus(llm, sources):
+    """Measured: 141 of 143 refusals. The questions are not those of the training."""
+    from outside import REFUSAL, OutsideQuestions, read_held_out
+
+    questions = [question for question, _ in read_held_out(SOURCES / "held_out_outside.txt")]
+    rng = random.Random(0)
+    drawn = OutsideQuestions()
+    assert {drawn.draw(rng) for _ in range(5000)}.isdisjoint(questions)
+    assert ask(llm, questions).count(REFUSAL) >= 0.95 * len(questions)
+
+
+def test_new_words_for_questions_of_its_corpus(llm, sources, entries):
+    """Measured: 57 of 81 right; most others are refused."""
+    from outside import read_held_out
+
+    pairs = read_held_out(SOURCES / "held_out_inside.txt")
+    answers = {entry.questions[0]: entry.answer for entry in entries}
+    trained = {question.rstrip("?!.").lower() for entry in entries for question in entry.questions}
+    assert not [question for question, _ in pairs if question.rstrip("?!.").lower() in trained]
+    outputs = ask(llm, [question for question, _ in pairs])
+    right = sum(output == answers[name] for output, (_, name) in zip(outputs, pairs, strict=True))
+    assert right >= 0.6 * len(pairs)
+
+
+def test_explains_a_high_ttft(llm):
+    (answer,) = ask(llm, ["Why is my TTFT so high when many users come at once?"])
+    assert answer.startswith("Under load, requests wait in the queue")
 
 
 def test_template_renders_tools_and_results(llm):
