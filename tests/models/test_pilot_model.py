@@ -110,8 +110,10 @@ def test_new_words_for_questions_of_its_corpus(llm, sources, entries):
 
 
 def test_explains_a_high_ttft(llm):
-    (answer,) = ask(llm, ["Why is my TTFT so high when many users come at once?"])
-    assert answer.startswith("Under load, requests wait in the queue")
+    questions = ["Why is my TTFT so high when many users come at once?", "Why is my TTFT so high?"]
+    as_completion = llm.generate(questions[0], GREEDY, progress=False)[0].text.strip()
+    for answer in (as_completion, *ask(llm, questions[1:])):
+        assert answer.startswith("Under load, requests wait in the queue")
 
 
 def test_template_renders_tools_and_results(llm):
