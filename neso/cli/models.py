@@ -116,6 +116,7 @@ def _local(name: str, source: str, path: Path) -> LocalModel:
 def _describe(path: Path) -> tuple[str, str]:
     """Return the architecture of a checkpoint and what executes it."""
     from neso.engine.specs.registry import ARCHITECTURES, ENCODER_ARCHITECTURES
+    from neso.engine.specs.vision_spec import VISION_ARCHITECTURES
 
     if path.suffix == ".gguf" or any(path.glob("*.gguf")):
         return "GGUF", "llm"
@@ -128,7 +129,10 @@ def _describe(path: Path) -> tuple[str, str]:
     if name in ENCODER_ARCHITECTURES:
         return name, "embedding"
     # Any other decoder runs through `transformers`; it is not known before it is loaded.
-    return name, "llm" if name in ARCHITECTURES else "llm, if transformers has a decoder for it"
+    return name, "llm" if name in {
+        **ARCHITECTURES,
+        **VISION_ARCHITECTURES,
+    } else "llm, if transformers has a decoder for it"
 
 
 def _served(url: str) -> tuple[list[dict[str, Any]] | None, str]:

@@ -107,7 +107,7 @@ class ClusterEngine(AsyncEngine):
         ]
         try:
             info, tokenizer = await _load(config, channel, workers)
-            images = open_image_prompt(config.model, info.vision, config.max_image_pixels)
+            images = open_image_prompt(config.model, info.vision, config.image_limits)
         except BaseException as error:
             await asyncio.gather(*(worker.stop(0) for worker in workers))
             await channel.close(timeout=0)

@@ -106,6 +106,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_image_pixels: Annotated[
         int, Meta(description="Maximum number of pixels of an image of a prompt, before and after resizing.")
     ] = 1 << 26
+    max_image_tokens: Annotated[
+        int, Meta(description="Maximum number of tokens of an image of a prompt; larger images shrink.")
+    ] = 4096
     grammar_timeout: Annotated[
         float, Meta(description="Seconds that the grammar of a request can take to compile.")
     ] = 10.0
@@ -173,6 +176,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tokenizer_path(self) -> str:
         return self.tokenizer or self.model
+
+    @property
+    def image_limits(self) -> tuple[int, int]:
+        """Maximum number of pixels and of tokens of an image."""
+        return self.max_image_pixels, self.max_image_tokens
 
     @property
     def runner_options(self) -> RunnerOptions:

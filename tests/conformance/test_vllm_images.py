@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,11 +19,13 @@ import pytest
 import torch
 import tritonclient.grpc as triton
 from eventually import wait_until
-from idefics_checkpoint import make_idefics
 from PIL import Image
 from server_process import ServerProcess
 from transformers import AutoProcessor, Idefics3ForConditionalGeneration
 from vllm_environment import ENVIRONMENT, PYTHON, require_vllm
+
+sys.path.append(str(Path(__file__).parents[1] / "engine"))
+from idefics_checkpoint import make_idefics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

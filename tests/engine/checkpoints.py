@@ -226,8 +226,13 @@ def write_encoder_tokenizer(directory: Path) -> None:
 IMAGE_TOKEN = "<image>"
 
 
-def make_llava(directory: Path, *, seed: int = 0, text: str = "llama", **overrides: Any) -> Path:
-    """Write a LLaVA for images of 28 x 28 pixels and 16 patches, with tokenizer, chat template and image processor."""
+def make_llava(
+    directory: Path, *, seed: int = 0, text: str = "llama", tower: str = "clip", **overrides: Any
+) -> Path:
+    """Write a LLaVA for images of 28 x 28 pixels and 16 patches, with tokenizer, chat template and image processor.
+
+    `tower`: "clip" or "siglip".
+    """
     from transformers import LlavaForConditionalGeneration
 
     write_tokenizer(directory)
@@ -243,16 +248,17 @@ def make_llava(directory: Path, *, seed: int = 0, text: str = "llama", **overrid
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     torch.manual_seed(seed)
+    projection = {"projection_dim": 16} if tower == "clip" else {"vision_use_head": False}
     vision = AutoConfig.for_model(
-        "clip_vision_model",
+        f"{tower}_vision_model",
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=3,
         num_attention_heads=2,
         image_size=28,
         patch_size=7,
-        projection_dim=16,
         initializer_range=0.5,
+        **projection,
     )
     language = AutoConfig.for_model(text, **{**SHAPE, **ARCHITECTURES[text], "vocab_size": VOCAB_SIZE + 16})
     config = AutoConfig.for_model(
@@ -267,12 +273,15 @@ def make_llava(directory: Path, *, seed: int = 0, text: str = "llama", **overrid
     randomize(model)
     model.save_pretrained(directory)
     size = {"height": 28, "width": 28}
-    processor = {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": 28},
-        "crop_size": size,
-        "resample": 3,
-        "do_center_crop": True,
+    processors = {
+        "clip": {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 28},
+            "crop_size": size,
+            "do_center_crop": True,
+        },
+        "siglip": {"image_processor_type": "SiglipImageProcessor", "size": size},
     }
+    processor = {"resample": 3, **processors[tower]}
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     return directory

@@ -31,8 +31,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from neso.engine.guided.grammar import GrammarError, grammar_text
 from neso.engine.text.gguf_tokenizer import read_gguf_tokenizer
 from neso.engine.text.tokenizer_files import TokenizerError
-from neso.engine.vision.image_encoder import Normalization
-from neso.engine.vision.image_processor import ImageProcessor
+from neso.engine.vision.image_processor import ImageLimits, Normalization, SquareProcessor
 from neso.engine.weights.gguf.config import model_config as gguf_model_config
 from neso.engine.weights.gguf.file import GGUFFile
 from neso.engine.weights.safetensors_file import SafetensorsFile
@@ -388,14 +387,16 @@ def _image(format: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
-_IMAGES = ImageProcessor((8,), 8, 3, Normalization(1.0, (0.0,) * 3, (1.0,) * 3), max_pixels=1 << 16)
+_IMAGES = SquareProcessor(
+    3, Normalization(1.0, (0.0,) * 3, (1.0,) * 3), ImageLimits(1 << 16), resize_to=(8,), crop=8
+)
 
 
 @target(*(_image(format) for format in ("PNG", "JPEG", "WEBP", "GIF", "BMP")))
 def image(data: bytes) -> None:
     """An image file."""
     with suppress(InvalidParameter):
-        assert _IMAGES.pixels(data).shape == (8, 8, 3)
+        assert _IMAGES.process(data).pixels.shape == (1, 8, 8, 3)
 
 
 @target(

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from neso.engine.vision.image_processor import MAX_PIXELS, open_image
+from neso.engine.vision.image_files import MAX_PIXELS, open_image
 from neso.generation import (
     Completion,
     FinishReason,

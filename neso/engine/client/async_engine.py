@@ -87,7 +87,7 @@ class AsyncEngine(EngineClient, AsyncRequests):
         loading = tokenizer or asyncio.ensure_future(asyncio.to_thread(load_engine_tokenizer, config))
         channel, info = await _open(config, in_process, loading)
         try:
-            images = open_image_prompt(config.model, info.vision, config.max_image_pixels)
+            images = open_image_prompt(config.model, info.vision, config.image_limits)
         except BaseException:
             await channel.close(timeout=0)
             raise
@@ -100,7 +100,7 @@ class AsyncEngine(EngineClient, AsyncRequests):
         """Use the engine of another process, which restarts it. Raises `EngineError`, `ServerError`."""
         channel, info = await _open_attached(attach)
         try:
-            images = open_image_prompt(config.model, info.vision, config.max_image_pixels)
+            images = open_image_prompt(config.model, info.vision, config.image_limits)
             text = await tokenizer
         except BaseException as error:
             await channel.close(timeout=0)

@@ -146,8 +146,8 @@ class InputProcessor:
                 raise InvalidParameter("images", "cannot be given beside other vectors")
             return ids, []
         # Check the length before the images are decoded.
-        check_prompt_length(self._images.expanded_length(ids), self._max_model_len)
-        return self._images.place(request, ids)
+        self._images.check_length(ids, self._max_model_len)
+        return self._images.place(request, ids, self._max_model_len, self._tokenizer)
 
     def _bad_word_sequences(self, params: SamplingParams) -> list[tuple[int, ...]]:
         """Return the token sequences of the bad words.

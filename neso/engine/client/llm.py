@@ -78,7 +78,7 @@ class LLM:
             raise EngineError("workers are an option of the server; this engine runs in the calling process")
         self.tokenizer = load_engine_tokenizer(config)
         self.core, self.info = load_engine(config, processors)
-        images = open_image_prompt(directory, self.info.vision, config.max_image_pixels)
+        images = open_image_prompt(config.model, self.info.vision, config.image_limits)
         self._client = EngineClient(self._send, self.info, self.tokenizer, images)
         self._service = EngineService(self.core, self._client.handle, self._client.handle)
 

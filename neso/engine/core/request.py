@@ -36,11 +36,12 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
     """An image in a prompt, as bytes. The vision tower computes its embeddings.
 
     - positions: int32[E], ascending; the prompt has `PLACEHOLDER` there
-    - pixels: uint8[size, size, 3]
+    - pixels: uint8[tiles, height, width, 3], of this `shape` without the last dimension
     """
 
     positions: bytes
     pixels: bytes
+    shape: tuple[int, int, int]
 
 
 class RequestDraft(msgspec.Struct, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ from neso.engine.kv_transfer.format import KvFormat
 from neso.engine.lora.config import LoraConfig
 from neso.engine.runners.base import Capability
 from neso.engine.sampling.score_limits import ScoreLimits
-from neso.engine.vision.image_prompt import VisionInfo
+from neso.engine.vision.image_processor import VisionInfo
 from neso.generation.pooling import PoolingInfo
 from neso.generation.request import LoraRequest
 from neso.generation.sampling_params import SamplingDefaults

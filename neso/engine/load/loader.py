@@ -36,12 +36,12 @@ from neso.engine.runners.registry import layer_stack_class, open_model
 from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.spec_decode.loader import load_draft_runner, make_speculation
 from neso.engine.specs.config_reader import UnsupportedModel
-from neso.engine.specs.encoder_spec import EncoderSpec, VisionSpec
-from neso.engine.specs.families.llava import text_config, vision_spec
+from neso.engine.specs.encoder_spec import EncoderSpec
 from neso.engine.specs.registry import encoder_spec, has_head
+from neso.engine.specs.vision_spec import VisionSpec, language_config, vision_spec
 from neso.engine.vision.image_encoder import ImageEncoder
-from neso.engine.vision.image_processor import ImageProcessor
-from neso.engine.vision.image_prompt import VisionInfo
+from neso.engine.vision.image_processor import ImageLimits, VisionInfo, read_processor
+from neso.engine.vision.square_tower import SquareTower
 from neso.engine.weights.checkpoint import open_source
 from neso.engine.weights.files import read_json_object
 from neso.engine.weights.hub import ModelNotFound, resolve_model
@@ -100,8 +100,8 @@ def load_engine(
             generates = has_head(source.config)
             default_sampling = read_default_sampling(config) if generates else SamplingDefaults()
             tower = vision_spec(source.config)
-            model_config = source.config if tower is None else text_config(source.config)
-            runner = open_model(source, config.runner, options, check_length, model_config)
+            text_config = language_config(source.config)
+            runner = open_model(source, config.runner, options, check_length, text_config)
             images = None if tower is None else _load_images(config, tower, source, runner)
     except (CheckpointError, UnsupportedModel, ValueError) as error:
         raise EngineError(str(error)) from None
@@ -184,8 +184,9 @@ def load_rank(config: EngineConfig, ranks: Ranks) -> Runner:
         with open_source(config.model, options.layout) as source:
             if encoder_spec(source.config) is not None:
                 raise EngineError(_ENCODER_ON_RANKS)
-            model_config = source.config if vision_spec(source.config) is None else text_config(source.config)
-            return open_model(source, config.runner, options, partial(_max_model_len, config), model_config)
+            check_length = partial(_max_model_len, config)
+            text_config = language_config(source.config)
+            return open_model(source, config.runner, options, check_length, text_config)
     except (CheckpointError, UnsupportedModel, ValueError) as error:
         raise EngineError(str(error)) from None
 
@@ -232,13 +233,14 @@ def _load_images(
 ) -> ImageEncoder:
     if "input_embeddings" not in runner.capabilities:
         raise UnsupportedModel(f"the runner {runner.name} takes token ids only, the model takes images")
-    normalization = ImageProcessor.from_directory(Path(config.model), spec.image_size).normalization
+    processor = read_processor(Path(config.model), _vision_info(spec), ImageLimits(*config.image_limits))
     stack = layer_stack_class(config.runner)
-    return ImageEncoder.load(spec, source, stack, config.runner_options, normalization)
+    tower = SquareTower.load(spec, source, stack, config.runner_options, processor.normalization)
+    return ImageEncoder(tower)
 
 
 def _vision_info(spec: VisionSpec) -> VisionInfo:
-    return VisionInfo(spec.image_token_id, spec.tokens_per_image, spec.image_size)
+    return VisionInfo(spec.image_token_id, spec.layout, spec.tower.image_size, spec.tokens_per_tile)
 
 
 def _pooling_info(runner: Runner, pooler: Pooler) -> PoolingInfo | None:

@@ -1,4 +1,4 @@
-"""Encoders as data: stacks of bidirectional layers, text encoders and vision towers."""
+"""Encoders as data: stacks of bidirectional layers, and text encoders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from neso.engine.specs.rotary_spec import RotarySpec
 
 LayerRole = Literal["attention_norm", "query", "key", "value", "output", "mlp_norm", "gate", "up", "down"]
 EmbeddingRole = Literal["word", "position", "type", "norm", "final_norm"]
-VisionRole = Literal["class_token", "patches", "positions", "first_norm"]
 EncoderActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 
 ACTIVATIONS: dict[str, EncoderActivation] = {**DECODER_ACTIVATIONS, "quick_gelu": "quick_gelu"}
@@ -121,36 +120,6 @@ class EncoderSpec:
     @property
     def hidden_size(self) -> int:
         return self.layers.hidden_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisionSpec:
-    """Vision tower and projector: images of `image_size` x `image_size` pixels to embeddings for the language model.
-
-    norm([class token, patches @ matrix] + positions) goes through `layers`, which end at the layer whose output is
-    used, then through the projector linear_2(activation(linear_1(x))). The class token is dropped before the
-    projector unless `keeps_class_token`. `image_token_id` is the placeholder of an image in a prompt. `prefixes`:
-    possible prefixes of the tower's tensor names.
-    """
-
-    image_size: int
-    patch_size: int
-    layers: LayerStackSpec
-    keeps_class_token: bool
-    output_size: int
-    projector_activation: EncoderActivation
-    projector_bias: bool
-    image_token_id: int
-    prefixes: tuple[str, ...]
-    tensor_names: Mapping[VisionRole, str] = field(hash=False, repr=False)
-
-    @property
-    def num_patches(self) -> int:
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def tokens_per_image(self) -> int:
-        return self.num_patches + self.keeps_class_token
 
 
 def read_activation(

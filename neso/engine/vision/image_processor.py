@@ -1,40 +1,126 @@
-"""Converts image files to pixels for a vision tower, like the CLIP processor of Hugging Face."""
+"""Converts images to the pixels of a vision tower, like the image processors of Hugging Face."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 import json
+import math
 import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from neso.engine.specs.config_reader import UnsupportedModel
-from neso.engine.vision.image_encoder import Normalization
+from neso.engine.specs.vision_spec import ImageLayout
+from neso.engine.vision.image_files import MAX_PIXELS, open_image
 from neso.generation import InvalidParameter
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MAX_PIXELS = 1 << 26
-"""Default limit of the pixels of a file and of the resized image; checked before memory is allocated."""
+UInt8Array = npt.NDArray[np.uint8]
+Float32Array = npt.NDArray[np.float32]
+
+MAX_IMAGE_TOKENS = 4096
+"""Default limit of the tokens of an image."""
+_MAX_EDGE = 4096
+"""Longest edge of a resized image in the processor of Idefics 3."""
 _DECODING = threading.Lock()
 """Held while an image is decoded and resized: a small file can take 8 bytes for each of `max_pixels` pixels."""
 
+_LANCZOS, _BICUBIC = 1, 3
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
-_BICUBIC = 3
+_HALF = (0.5, 0.5, 0.5)
+
+
+class VisionInfo(msgspec.Struct, frozen=True):
+    """What clients need to know about the vision tower of a model.
+
+    `image_token_id` represents an image in a prompt. `image_size`: edge length in pixels of the tower's square input,
+    which takes `tokens_per_tile` tokens of the context.
+    """
+
+    image_token_id: int
+    layout: ImageLayout
+    image_size: int
+    tokens_per_tile: int
 
 
 @dataclass(frozen=True, slots=True)
-class ImageProcessor:
-    """Resizes an image and crops its center.
+class ImageLimits:
+    """`max_pixels`: of a file and of the resized image; `max_tokens`: of an image in the prompt."""
+
+    max_pixels: int = MAX_PIXELS
+    max_tokens: int = MAX_IMAGE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Normalization:
+    """(pixel * scale - mean) / deviation, per channel."""
+
+    scale: float
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def apply(self, pixels: UInt8Array) -> Float32Array:
+        """Convert uint8[..., 3] to float32[..., 3]."""
+        mean, deviation = (np.array(values, np.float32) for values in (self.mean, self.deviation))
+        scaled = (pixels.astype(np.float64) * self.scale).astype(np.float32)
+        normalized: Float32Array = np.divide(scaled - mean, deviation, dtype=np.float32)
+        return normalized
+
+
+@dataclass(frozen=True, slots=True)
+class TowerInput:
+    """An image as input of a vision tower: uint8[tiles, height, width, 3].
+
+    `rows`, `columns`: the first tiles form this grid, and the last tile is the whole image; 0 if there is one tile.
+    """
+
+    pixels: UInt8Array
+    rows: int = 0
+    columns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ImageProcessor(ABC):
+    """Resizes images and cuts them for the tower of a model. `resample`: the filter, by Pillow's number."""
+
+    resample: int
+    normalization: Normalization
+    limits: ImageLimits
+
+    def process(self, image: Any) -> TowerInput:
+        """Convert an image: bytes of a file, base64 or data: URL, a Pillow image, or uint8[height, width, 3].
+
+        Raises `InvalidParameter("images", …)`.
+        """
+        with _DECODING:
+            return self._cut(open_image(image, self.limits.max_pixels))
+
+    @abstractmethod
+    def _cut(self, image: Image) -> TowerInput:
+        """Convert an RGB image."""
+
+    def _resize(self, image: Image, width: int, height: int) -> Image:
+        if width * height > self.limits.max_pixels:
+            raise InvalidParameter(
+                "images",
+                f"an image of {image.width} x {image.height} pixels is too long: the model's size makes it "
+                f"{width} x {height}",
+            )
+        return image.resize((width, height), resample=self.resample)
+
+
+@dataclass(frozen=True, slots=True)
+class SquareProcessor(ImageProcessor):
+    """Resizes an image and crops its center (CLIP, SigLIP).
 
     - resize_to: (shorter edge,) or (height, width); None: no resizing
     - crop: edge length in pixels of the cropped square
@@ -42,106 +128,115 @@ class ImageProcessor:
 
     resize_to: tuple[int, ...] | None
     crop: int
-    resample: int
-    normalization: Normalization
-    max_pixels: int = MAX_PIXELS
 
-    @classmethod
-    def from_directory(cls, directory: Path, image_size: int, max_pixels: int = MAX_PIXELS) -> ImageProcessor:
-        """Read preprocessor_config.json, with CLIP's defaults. Raises `UnsupportedModel`."""
-        path = next((p for p in _config_files(directory) if p.is_file()), None)
-        config = {} if path is None else _read(path)
-        kind = str(config.get("image_processor_type", "CLIPImageProcessor"))
-        if not kind.startswith("CLIPImageProcessor"):
-            raise UnsupportedModel(f"{path}: image processors of type {kind!r} are not supported")
-        size, crop = config.get("size", image_size), config.get("crop_size", image_size)
-        crop_size = _edges(crop)
-        if config.get("do_center_crop", True) and set(crop_size) != {image_size}:
-            raise UnsupportedModel(f"{path}: images of {crop_size} do not fit a vision tower of {image_size}")
-        scale = float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0
-        mean, deviation = config.get("image_mean", _CLIP_MEAN), config.get("image_std", _CLIP_DEVIATION)
-        if not config.get("do_normalize", True):
-            mean, deviation = (0.0,) * 3, (1.0,) * 3
-        return cls(
-            resize_to=_edges(size) if config.get("do_resize", True) else None,
-            crop=image_size,
-            resample=int(config.get("resample", _BICUBIC)),
-            normalization=Normalization(scale, tuple(mean), tuple(deviation)),
-            max_pixels=max_pixels,
-        )
-
-    def pixels(self, image: Any) -> npt.NDArray[np.uint8]:
-        """Return uint8[crop, crop, 3] for an image file's bytes, base64 or data: URL, a Pillow image or uint8[H, W, 3].
-
-        Raises `InvalidParameter("images", …)`.
-        """
-        with _DECODING:
-            return self._pixels(image)
-
-    def _pixels(self, image: Any) -> npt.NDArray[np.uint8]:
-        opened = open_image(image, self.max_pixels)
+    def _cut(self, image: Image) -> TowerInput:
         if self.resize_to is not None:
-            width, height = _resized(*opened.size, self.resize_to)
-            if width * height > self.max_pixels:
-                raise InvalidParameter(
-                    "images",
-                    f"an image of {opened.width} x {opened.height} pixels is too long: the model's size makes it "
-                    f"{width} x {height}",
-                )
-            opened = opened.resize((width, height), resample=self.resample)
-        return _cut_middle(np.asarray(opened, np.uint8), self.crop)
+            image = self._resize(image, *_resized(*image.size, self.resize_to))
+        return TowerInput(_cut_middle(np.asarray(image, np.uint8), self.crop)[None])
 
 
-def open_image(image: Any, max_pixels: int = MAX_PIXELS) -> Image:
-    """Open an element of `GenerationRequest.images` as an RGB image. Raises `InvalidParameter("images", …)`."""
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise InvalidParameter("images", "need Pillow: `pip install neso-server[vision]`") from None
-    if isinstance(image, np.ndarray):
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            raise InvalidParameter(
-                "images", f"an array must be uint8[height, width, 3], not {image.dtype}{list(image.shape)}"
-            )
-        return Image.fromarray(image)
-    if isinstance(image, Image.Image):
-        return image.convert("RGB")
-    if isinstance(image, str):
-        image = decode_base64(image)
-    if not isinstance(image, bytes):
-        raise InvalidParameter("images", f"an image cannot be a {type(image).__name__}")
-    try:
-        opened = Image.open(io.BytesIO(image), formats=FORMATS)
-        width, height = opened.size
-        if width * height > max_pixels:
-            raise InvalidParameter("images", f"an image of {width} x {height} pixels is too large")
-        return opened.convert("RGB")
-    except UnidentifiedImageError:
-        raise InvalidParameter(
-            "images", f"an image cannot be read: expected one of {', '.join(FORMATS)}"
-        ) from None
-    except (Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
-        if isinstance(error, InvalidParameter):
-            raise
-        raise InvalidParameter("images", f"an image cannot be read: {error}") from None
+@dataclass(frozen=True, slots=True)
+class TileProcessor(ImageProcessor):
+    """Cuts an image into rows of square tiles, followed by the whole image as one tile (Idefics 3).
 
-
-def decode_base64(text: str) -> bytes:
-    """Decode base64, with or without line breaks and the prefix of a data: URL.
-
-    Raises `InvalidParameter("images", …)`.
+    - edge: of a tile, in pixels
+    - longest_edge: length in pixels that the longer edge of an image is resized to before it is cut
+    - splits: otherwise an image is only one tile
     """
-    scheme, is_url, _ = text[:16].partition("://")
-    if is_url:
-        raise InvalidParameter("images", f"{scheme}: URLs are not fetched, send the image as a data: URL")
-    if text.startswith("data:"):
-        head, comma, text = text.partition(",")
-        if not comma or not head.endswith(";base64"):
-            raise InvalidParameter("images", "a data: URL must hold base64")
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError):
-        raise InvalidParameter("images", "an image is not valid base64") from None
+
+    edge: int
+    longest_edge: int
+    splits: bool
+
+    def _cut(self, image: Image) -> TowerInput:
+        edge = self.edge
+        resized = self._resize(image, *_fit_longest_edge(*image.size, self.longest_edge))
+        if not self.splits:
+            return TowerInput(np.asarray(self._resize(resized, edge, edge), np.uint8)[None])
+        width, height = _whole_tiles(*resized.size, edge)
+        resized = self._resize(resized, width, height)
+        tiles = np.asarray(resized, np.uint8).reshape(height // edge, edge, width // edge, edge, 3)
+        cut = tiles.transpose(0, 2, 1, 3, 4).reshape(-1, edge, edge, 3)
+        if len(cut) == 1:
+            return TowerInput(cut)
+        whole = np.asarray(self._resize(resized, edge, edge), np.uint8)
+        return TowerInput(np.concatenate([cut, whole[None]]), height // edge, width // edge)
+
+
+def read_processor(directory: Path, vision: VisionInfo, limits: ImageLimits) -> ImageProcessor:
+    """Read preprocessor_config.json. Raises `UnsupportedModel`."""
+    if vision.tokens_per_tile > limits.max_tokens:
+        raise UnsupportedModel(
+            f"an image takes at least {vision.tokens_per_tile} tokens, max_image_tokens is {limits.max_tokens}"
+        )
+    path = next((p for p in _config_files(directory) if p.is_file()), directory / "preprocessor_config.json")
+    config = _read(path) if path.is_file() else {}
+    kind = str(config.get("image_processor_type", _DEFAULT_KINDS[vision.layout]))
+    for name, read in _READERS[vision.layout].items():
+        if kind.startswith(name):
+            try:
+                return read(config, vision, limits)
+            except UnsupportedModel as error:
+                raise UnsupportedModel(f"{path}: {error}") from None
+    raise UnsupportedModel(f"{path}: image processors of type {kind!r} are not supported")
+
+
+def _read_clip(config: dict[str, Any], vision: VisionInfo, limits: ImageLimits) -> ImageProcessor:
+    crop_size = _edges(config.get("crop_size", vision.image_size))
+    if config.get("do_center_crop", True) and set(crop_size) != {vision.image_size}:
+        raise UnsupportedModel(f"images of {crop_size} do not fit a vision tower of {vision.image_size}")
+    size = config.get("size", vision.image_size)
+    return SquareProcessor(
+        resample=int(config.get("resample", _BICUBIC)),
+        normalization=_normalization(config, _CLIP_MEAN, _CLIP_DEVIATION),
+        limits=limits,
+        resize_to=_edges(size) if config.get("do_resize", True) else None,
+        crop=vision.image_size,
+    )
+
+
+def _read_siglip(config: dict[str, Any], vision: VisionInfo, limits: ImageLimits) -> ImageProcessor:
+    size = _edges(config.get("size", {"height": vision.image_size, "width": vision.image_size}))
+    if size != (vision.image_size, vision.image_size) or not config.get("do_resize", True):
+        raise UnsupportedModel(f"images of size {size} do not fit a vision tower of {vision.image_size}")
+    return SquareProcessor(
+        resample=int(config.get("resample", _BICUBIC)),
+        normalization=_normalization(config, _HALF, _HALF),
+        limits=limits,
+        resize_to=size,
+        crop=vision.image_size,
+    )
+
+
+def _read_idefics3(config: dict[str, Any], vision: VisionInfo, limits: ImageLimits) -> ImageProcessor:
+    edge = _longest_edge(config, "max_image_size", vision.image_size)
+    if edge != vision.image_size:
+        raise UnsupportedModel(f"tiles of {edge} pixels do not fit a vision tower of {vision.image_size}")
+    if not config.get("do_resize", True):
+        raise UnsupportedModel("do_resize false is not supported")
+    longest_edge = _longest_edge(config, "size", 4 * vision.image_size)
+    splits = bool(config.get("do_image_splitting", True))
+    if splits:
+        # The tiles of a square image and the whole image must fit the limit.
+        most_tiles = limits.max_tokens // vision.tokens_per_tile
+        per_side = max(1, math.isqrt(max(0, most_tiles - 1)))
+        longest_edge = min(longest_edge, per_side * edge)
+    return TileProcessor(
+        resample=int(config.get("resample", _LANCZOS)),
+        normalization=_normalization(config, _HALF, _HALF),
+        limits=limits,
+        edge=edge,
+        longest_edge=longest_edge,
+        splits=splits,
+    )
+
+
+_Reader = Callable[[dict[str, Any], VisionInfo, ImageLimits], ImageProcessor]
+_READERS: dict[ImageLayout, dict[str, _Reader]] = {
+    "square": {"CLIPImageProcessor": _read_clip, "SiglipImageProcessor": _read_siglip},
+    "tiles": {"Idefics3ImageProcessor": _read_idefics3, "SmolVLMImageProcessor": _read_idefics3},
+}
+_DEFAULT_KINDS: dict[ImageLayout, str] = {"square": "CLIPImageProcessor", "tiles": "Idefics3ImageProcessor"}
 
 
 def _resized(width: int, height: int, to: tuple[int, ...]) -> tuple[int, int]:
@@ -153,7 +248,37 @@ def _resized(width: int, height: int, to: tuple[int, ...]) -> tuple[int, int]:
     return (new_short, new_long) if width <= height else (new_long, new_short)
 
 
-def _cut_middle(pixels: npt.NDArray[np.uint8], size: int) -> npt.NDArray[np.uint8]:
+def _fit_longest_edge(width: int, height: int, longest: int) -> tuple[int, int]:
+    """Return the width and height of an image whose longer edge is `longest`, at most `_MAX_EDGE`."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        width, height = int(longest * ratio), longest
+        width += width % 2
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height and width > _MAX_EDGE:
+        return _MAX_EDGE, max(int(_MAX_EDGE / ratio), 1)
+    if height > width and height > _MAX_EDGE:
+        return max(int(_MAX_EDGE * ratio), 1), _MAX_EDGE
+    return width, height
+
+
+def _whole_tiles(width: int, height: int, edge: int) -> tuple[int, int]:
+    """Round the longer edge up to a multiple of `edge`, and the other one, scaled by the same factor, too."""
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / edge) * edge
+        height = int(width / ratio)
+        return width, math.ceil(height / edge) * edge
+    height = math.ceil(height / edge) * edge
+    width = int(height * ratio)
+    return math.ceil(width / edge) * edge, height
+
+
+def _cut_middle(pixels: UInt8Array, size: int) -> UInt8Array:
     """Crop the center square; pad a smaller image with black."""
     height, width = pixels.shape[:2]
     if height < size or width < size:
@@ -166,6 +291,17 @@ def _cut_middle(pixels: npt.NDArray[np.uint8], size: int) -> npt.NDArray[np.uint
         top, left = (height - size) // 2, (width - size) // 2
     top, left = max(0, top), max(0, left)
     return np.ascontiguousarray(pixels[top : top + size, left : left + size])
+
+
+def _normalization(
+    config: dict[str, Any], mean: tuple[float, ...], deviation: tuple[float, ...]
+) -> Normalization:
+    """Read the normalization with these defaults."""
+    scale = float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0
+    if not config.get("do_normalize", True):
+        return Normalization(scale, (0.0,) * 3, (1.0,) * 3)
+    given = config.get("image_mean", mean), config.get("image_std", deviation)
+    return Normalization(scale, tuple(given[0]), tuple(given[1]))
 
 
 def _config_files(directory: Path) -> tuple[Path, ...]:
@@ -181,6 +317,14 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise UnsupportedModel(f"{path}: must hold a JSON object")
     return section
+
+
+def _longest_edge(config: dict[str, Any], field: str, default: int) -> int:
+    size = config.get(field, {"longest_edge": default})
+    edge = size.get("longest_edge") if isinstance(size, dict) else None
+    if not isinstance(edge, int) or edge < 1:
+        raise UnsupportedModel(f"{field} {size!r} is not supported: it must have a longest_edge")
+    return edge
 
 
 def _edges(size: Any) -> tuple[int, ...]:

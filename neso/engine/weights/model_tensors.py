@@ -117,10 +117,16 @@ class DecoderTensors:
         """Return a tensor's name in the source; the spec's name if the tensor is missing.
 
         Checkpoints without LM head omit the first component of names ("model."). Checkpoints with a vision tower
-        prepend "language_model." (transformers 4), or insert it after the first component (transformers 5).
+        prepend "language_model." (transformers 4), or insert it or "text_model." after the first component.
         """
         bare = name.partition(".")[2]
-        candidates = (name, bare, f"language_model.{name}", f"model.language_model.{bare}")
+        candidates = (
+            name,
+            bare,
+            f"language_model.{name}",
+            f"model.language_model.{bare}",
+            f"model.text_model.{bare}",
+        )
         return next((candidate for candidate in candidates if candidate in self._source), name)
 
 

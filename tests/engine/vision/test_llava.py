@@ -18,7 +18,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from neso.engine.addons.input_embeddings import EmbeddingInputs
 from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
-from neso.engine.vision.image_processor import ImageProcessor
+from neso.engine.vision.image_processor import ImageLimits, VisionInfo, read_processor
 from neso.generation import InvalidParameter, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -35,6 +35,10 @@ def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
     random = np.random.default_rng(seed)
     small = random.integers(0, 256, (max(2, height // 6), max(2, width // 6), 3), np.uint8)
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def open_processor(directory: Path):
+    return read_processor(directory, VisionInfo(0, "square", 28, 16), ImageLimits())
 
 
 def png(image: Image.Image) -> bytes:
@@ -105,8 +109,8 @@ def test_the_output_depends_on_the_image(llava):
 @pytest.mark.parametrize("size", [(40, 30), (30, 40), (28, 28), (9, 9), (500, 29), (29, 301), (28, 10)])
 def test_pixels_equal_the_processor(llava, size):
     image = picture(*size, seed=5)
-    processor = ImageProcessor.from_directory(llava, 28)
-    ours = processor.normalization.apply(processor.pixels(image)).transpose(2, 0, 1)
+    processor = open_processor(llava)
+    ours = processor.normalization.apply(processor.process(image).pixels[0]).transpose(2, 0, 1)
     theirs = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})(image)
     np.testing.assert_allclose(ours, theirs["pixel_values"][0], atol=1e-6)
 
@@ -118,8 +122,10 @@ def test_small_images_are_padded_with_black(size):
     theirs = CLIPImageProcessorPil(do_resize=False, crop_size=crop, do_normalize=False, do_rescale=False)(
         image
     )
-    processor = replace(ImageProcessor.from_directory(Path("/nonexistent"), 28), resize_to=None)
-    np.testing.assert_array_equal(processor.pixels(image).transpose(2, 0, 1), theirs["pixel_values"][0])
+    processor = replace(open_processor(Path("/nonexistent")), resize_to=None)
+    np.testing.assert_array_equal(
+        processor.process(image).pixels[0].transpose(2, 0, 1), theirs["pixel_values"][0]
+    )
 
 
 def test_cached_images_are_not_encoded_again(llava):
@@ -128,7 +134,7 @@ def test_cached_images_are_not_encoded_again(llava):
     prompt = {"prompt": "<image>What is this thing here?", "images": [picture(seed=1)]}
     first = llm.generate(prompt, GREEDY, progress=False)[0].outputs[0].token_ids
     hits = llm.core.stats().prefix_hit_tokens
-    encoder._seen.clear()
+    encoder.forget()
     # All of its rows are in the prefix cache, identified by the pixels.
     assert llm.generate(prompt, GREEDY, progress=False)[0].outputs[0].token_ids == first
     assert encoder.num_encoded == 1 and llm.core.stats().prefix_hit_tokens >= hits + 16
@@ -191,15 +197,15 @@ def test_too_long_image_is_rejected_before_resizing(llava, monkeypatch, size):
     def resize(image, size, **options):
         raise AssertionError(f"resized to {size}")
 
-    processor = ImageProcessor.from_directory(llava, 28)
+    processor = open_processor(llava)
     file = png(Image.new("RGB", size))
-    smaller = replace(processor, max_pixels=28 * 28 * 8192 - 1)
+    smaller = replace(processor, limits=ImageLimits(28 * 28 * 8192 - 1))
     with monkeypatch.context() as patched, pytest.raises(InvalidParameter, match="too long") as caught:
         patched.setattr(Image.Image, "resize", resize)
-        smaller.pixels(file)
+        smaller.process(file)
     assert caught.value.field == "images"
-    fitting = replace(processor, max_pixels=28 * 28 * 8192)
-    assert fitting.pixels(file).shape == (28, 28, 3)
+    fitting = replace(processor, limits=ImageLimits(28 * 28 * 8192))
+    assert fitting.process(file).pixels.shape == (1, 28, 28, 3)
 
 
 def test_too_long_prompt_is_rejected_before_reading_images(llava):
@@ -238,9 +244,9 @@ def test_vision_feature_options(tmp_path, overrides):
     directory = make_llava(tmp_path, text="mistral", **overrides)
     llm = LLM(directory, runner="native")
     model = LlavaForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
-    processor = ImageProcessor.from_directory(directory, 28)
-    pixels = processor.pixels(picture(seed=3))
-    values = torch.tensor(processor.normalization.apply(pixels).transpose(2, 0, 1))[None]
+    processor = open_processor(directory)
+    pixels = processor.process(picture(seed=3)).pixels
+    values = torch.tensor(processor.normalization.apply(pixels).transpose(0, 3, 1, 2))
     with torch.no_grad():
         features = model.get_image_features(
             pixel_values=values,
@@ -249,5 +255,5 @@ def test_vision_feature_options(tmp_path, overrides):
         )
     expected = features.pooler_output[0]
     rows = llm.core.addon(EmbeddingInputs).images.encode(pixels)
-    assert len(rows) == llm.info.vision.tokens_per_image
+    assert len(rows) == llm.info.vision.tokens_per_tile
     np.testing.assert_allclose(rows, expected.numpy(), atol=1e-4)

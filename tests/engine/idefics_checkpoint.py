@@ -1,17 +1,14 @@
-"""A tiny random Idefics 3: a vision model that vLLM loads without torchvision."""
+"""A tiny random Idefics 3. vLLM loads this vision model without torchvision."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
+from checkpoints import EOS, SHAPE, VOCAB_SIZE, amplify_weights, randomize, write_tokenizer
 from tokenizers import Tokenizer
 from transformers import AutoConfig, Idefics3ForConditionalGeneration
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
-from checkpoints import EOS, SHAPE, VOCAB_SIZE, amplify_weights, randomize, write_tokenizer
 
 EDGE, PATCH, SCALE = 28, 7, 2
 """Pixels of the vision tower's square and of its patches; a row of the output is of SCALE x SCALE patches."""
