@@ -108,9 +108,9 @@ def test_reasoning_and_content(api, fields):
             model="thinker",
             messages=QUESTION,
             seed=seed,
-            logit_bias={str(RENAMED): 13},
+            logit_bias={str(RENAMED): 18},
             parallel_tool_calls=False if "tools" in fields else openai.omit,
-            max_completion_tokens=120,
+            max_completion_tokens=250,
             **fields,
         ).choices
         message = choice.message
