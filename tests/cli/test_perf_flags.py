@@ -107,7 +107,7 @@ def test_lists_and_ranges_of_the_concurrency_are_a_sweep(text, values):
         ("--concurrency 0", "at least 1"),
         ("--concurrency 8:2:1", "START:END:STEP"),
         ("--request-rate -1", "at least"),
-        ("--request-rate nan", "at least"),
+        ("--request-rate nan", "finite number"),
         ("--fixed-schedule --request-rate 5", "cannot be combined"),
         ("--user-centric-rate 5", "together"),
         ("--user-centric-rate 5 --num-users 2 --request-rate 5", "cannot be combined"),

@@ -149,7 +149,7 @@ def test_estimate_is_used_until_the_worker_has_reported():
 
 def test_estimate_is_used_for_content_that_engines_identify_otherwise():
     estimate = PrefixEstimate(8)
-    image = keys_of([1, 2], images=[PromptImage(b"0", b"pixels")])
+    image = keys_of([1, 2], images=[PromptImage(b"0", b"pixels", (1, 2, 1))])
     prefixes = WorkerPrefixes("w", estimate, 100)
     prefixes.apply(BlockChanges(1, [], complete=True))
     estimate.add(image.keys)

@@ -37,8 +37,8 @@ def test_content_beside_tokens_separates_prefixes():
         keys(tokens),
         keys(tokens, cache_identity=("salt",)),
         keys(tokens, lora=LoraRequest(name="a")),
-        keys(tokens, images=[PromptImage(b"0", b"pixels")]),
-        keys(tokens, images=[PromptImage(b"0", b"others")]),
+        keys(tokens, images=[PromptImage(b"0", b"pixels", (1, 2, 1))]),
+        keys(tokens, images=[PromptImage(b"0", b"others", (1, 2, 1))]),
     ]
     assert len({tuple(variant) for variant in variants}) == len(variants)
 
