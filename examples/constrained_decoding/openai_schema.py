@@ -26,6 +26,7 @@ def main() -> None:
         model=options.model,
         messages=[{"role": "user", "content": "Plan a trip."}],
         response_format=Trip,
+        temperature=0,
         max_completion_tokens=100,
     )
     trip = reply.choices[0].message.parsed

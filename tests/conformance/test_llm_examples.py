@@ -26,7 +26,7 @@ def test_agent(server):
         assert f"    {line}\n" in readme
     assert "Executing function: get_current_stock_price({'symbol': 'NVDA'})" in steps
     assert "Function response: 106.38" in steps
-    assert response == "The price of NVDA is 106.38 dollars."
+    assert response == "The price of NVDA is now 106.38 dollars."
     assert run("agent/client.py", *arguments) == response + "\n"
 
 
