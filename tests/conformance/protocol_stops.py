@@ -93,7 +93,7 @@ def install(folder: Path) -> None:
     # In the server.
     _before(ClusterChannel, "_dispatch", reach, lambda self: "put" if self.queue.num_waiting else "")
     _after(ClusterChannel, "_grant", reach, lambda *_: "granted")
-    _before(ClusterChannel, "_end", reach, lambda self, job: "" if job.delivered.open else "acknowledge")
+    _before(ClusterChannel, "_end", reach, lambda self, job, *_: "" if job.delivered.open else "acknowledge")
     _before(
         TicketPulls, "_acknowledge", reach, lambda self, ack, text: "ticket-ack" if text == b"+ACK" else ""
     )
