@@ -67,7 +67,7 @@ class SampleMaker:
         if self._rng.random() < 0.3:
             return entry.questions[0]
         question = self._rng.choice(entry.questions)
-        # The same variations as those of questions outside the corpus, which must not give these away.
+        # Questions outside the corpus are varied as well: the model must not tell the two apart by a variation.
         return vary(question, self._rng) if self._shares.outside else question
 
     def _outside_question(self) -> str:

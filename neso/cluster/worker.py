@@ -478,9 +478,8 @@ class Worker:
             return
         match message:
             case Welcome():
-                if (
-                    front_end.welcome is not None
-                ):  # the front end has given the worker up, and repeats its requests
+                if front_end.welcome is not None:
+                    # The front end had taken this worker for lost, and repeats its requests.
                     self._forget(name)
                     front_end = self._front_ends[name] = _FrontEnd()
                 front_end.welcome = message

@@ -114,7 +114,7 @@ def _has_unbatched_dims(config: Any, signature: ModelSignature) -> bool:
 
 
 def configured_dims(tensor: Any) -> Shape:
-    """Return the dimensions of a configured tensor in the model: `reshape`, or else `dims`."""
+    """Return the dimensions that the model sees: the tensor's `reshape` if it has one, else its `dims`."""
     return tuple(tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims)
 
 

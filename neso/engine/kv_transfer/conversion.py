@@ -32,7 +32,6 @@ class BlockView:
     """Keys and values of single tokens in a cache, which may be mapped read-only."""
 
     def __init__(self, cache: SharedCache, block_format: KvFormat) -> None:
-        self._size = block_format.block_size
         parts, blocks, part_bytes = cache.blocks.shape
         dtype = _DTYPES[block_format.dtype]
         layers = block_format.num_layers

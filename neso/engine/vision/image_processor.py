@@ -54,7 +54,7 @@ class VisionInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """`max_pixels`: of a file and of the resized image; `max_tokens`: of an image in the prompt."""
+    """Limits per image: pixels of its file and of the resized image, and tokens in the prompt."""
 
     max_pixels: int = MAX_PIXELS
     max_tokens: int = MAX_IMAGE_TOKENS
@@ -296,7 +296,7 @@ def _cut_middle(pixels: UInt8Array, size: int) -> UInt8Array:
 def _normalization(
     config: dict[str, Any], mean: tuple[float, ...], deviation: tuple[float, ...]
 ) -> Normalization:
-    """Read the normalization with these defaults."""
+    """Read the normalization; `mean` and `deviation` are used if the config has none."""
     scale = float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0
     if not config.get("do_normalize", True):
         return Normalization(scale, (0.0,) * 3, (1.0,) * 3)

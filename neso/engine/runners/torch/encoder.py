@@ -15,6 +15,7 @@ from neso.engine.runners.base import Float32Array, Int32Array, LayerStack, posit
 from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
 from neso.engine.runners.torch.device_runner import prepare_device
+from neso.engine.runners.torch.operations import rotate_pairs
 from neso.engine.runners.torch.step_inputs import send
 from neso.engine.specs.encoder_spec import EncoderActivation, LayerRole, LayerStackSpec
 from neso.engine.weights.model_tensors import EncoderTensors, LayerTensors
@@ -35,7 +36,7 @@ _ACTIVATIONS: dict[EncoderActivation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """(weight, bias) of each product and norm; None: there is no such norm or product, or no bias."""
+    """Weight and bias of each matrix and norm. None instead of a pair: the layer has no such matrix or norm."""
 
     attention_norm: Pair | None
     qkv: Pair
@@ -119,7 +120,7 @@ class TorchLayerStack(LayerStack):
         qkv = functional.linear(x, *layer.qkv)
         if rotation is not None:
             heads = qkv.view(len(x), 3, spec.num_heads, spec.head_dim)
-            _rotate(heads[:, :2].flatten(1, 2), *rotation)
+            rotate_pairs(heads[:, :2].flatten(1, 2), *rotation)
         padded = qkv.new_zeros(padding.num_sequences * padding.longest, qkv.shape[1])
         padded[padding.rows] = qkv
         shape = (padding.num_sequences, padding.longest, 3, spec.num_heads, spec.head_dim)
@@ -129,13 +130,6 @@ class TorchLayerStack(LayerStack):
         )
         flat = attended.transpose(1, 2).flatten(2).flatten(0, 1)[padding.rows]
         return functional.linear(flat, *layer.output)
-
-
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate heads[T, heads, head_dim] in place by cosines and sines float32[T, 1, rotary_dim / 2]."""
-    half = cos.shape[-1]
-    first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-    heads[..., : 2 * half] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def _read_layer(

@@ -63,6 +63,13 @@ class Operations(Protocol):
         """Return activation(gate) * up for gate_up[T, 2 * width] with the gate in the first half."""
 
 
+def rotate_pairs(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate heads[T, heads, head_dim] in place by cosines and sines float32[T, 1, rotary_dim / 2]."""
+    half = cos.shape[-1]
+    first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+    heads[..., : 2 * half] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
 class PlainOperations:
     """Plain torch, one sequence at a time. Runs on any device; Triton kernels are tested against it."""
 
@@ -81,10 +88,7 @@ class PlainOperations:
         if weight is not None:
             heads.copy_(self.rms_norm(heads, weight, eps))
         cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(2, dim=-1)
-        half = cos.shape[-1]
-        first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        heads[..., : 2 * half] = rotated
+        rotate_pairs(heads, cos, sin)
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor, cache: LayerCache) -> None:
         cache.keys.flatten(0, 1)[slots.long()] = keys

@@ -23,7 +23,7 @@ from neso.engine.runners.torch.decoder import Decoder
 from neso.engine.runners.torch.device_runner import DeviceRunner, operations_for, prepare_device
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache
 from neso.engine.runners.torch.ranks import DeviceRanks, Ranks, SingleRank, UnconnectedRanks
-from neso.engine.runners.torch.step_inputs import step_inputs, tile_queries
+from neso.engine.runners.torch.step_inputs import choose_tile_queries, step_inputs
 from neso.engine.runners.torch.weights import WeightLoader
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.weights.source import TensorSource
@@ -98,7 +98,9 @@ class TorchRunner(DeviceRunner, SpecRunner):
             self.device,
             chosen,
             sinks=self.spec.sink_tokens,
-            tile_queries=tile_queries(self.spec.num_heads // self.spec.num_kv_heads, self.spec.head_dim),
+            tile_queries=choose_tile_queries(
+                self.spec.num_heads // self.spec.num_kv_heads, self.spec.head_dim
+            ),
         )
         if plan.part(PoolingPlan) is None and not self._keeps_row_states:
             return self._decoder.forward(inputs, cache)

@@ -170,7 +170,7 @@ def wants_all_rows(plan: StepPlan) -> bool:
     return plan.part(PoolingPlan) is None and np.array_equal(plan.logits_rows, np.arange(plan.num_tokens))
 
 
-def tile_queries(heads_per_kv_head: int, head_dim: int) -> int:
+def choose_tile_queries(heads_per_kv_head: int, head_dim: int) -> int:
     """Return the number of new tokens in a tile of a prefill.
 
     A tile has a row for each token and query head of a key-value head: 64 rows of up to 128 columns, or 32 of 256,

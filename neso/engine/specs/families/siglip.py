@@ -28,7 +28,7 @@ _TOWER_NAMES: dict[TowerRole, str] = {
 
 
 def clip_tower(vision: ConfigReader, num_layers: int | None, prefixes: tuple[str, ...]) -> TowerSpec:
-    """Class token, a norm before the layers. `num_layers`: layers to run, None for all."""
+    """Return the spec of a tower with class token and first norm. `num_layers`: layers to run, None for all."""
     return TowerSpec(
         image_size=vision.integer("image_size", 224),
         patch_size=vision.integer("patch_size", 32),
@@ -52,7 +52,10 @@ def siglip_tower(
     patch_size: int = 16,
     has_last_norm: bool = False,
 ) -> TowerSpec:
-    """No class token. The keyword arguments with sizes are defaults of the config class."""
+    """Return the spec of a tower without class token.
+
+    `num_layers`: layers to run, None for all. `hidden_size`, `num_heads`, `patch_size`: used if the config has none.
+    """
     return TowerSpec(
         image_size=vision.integer("image_size", 224),
         patch_size=vision.integer("patch_size", patch_size),
