@@ -36,7 +36,6 @@ class TransferEngine:
         transfer = self.core.addon(KvTransfer)
         assert transfer is not None
         self.transfer = transfer
-        cache = self.core.runner.shared_cache
         block_size = self.core.scheduler.kv.block_size
         layout = KvFormat(
             model=model,
@@ -46,7 +45,7 @@ class TransferEngine:
             num_parts=1,
             part_bytes=8 * block_size,
         )
-        self.address = transfer.enable(self.core.scheduler.kv, cache, layout, host, via)
+        self.address = transfer.enable(self.core.scheduler.kv, self.core.runner, layout, host, via)
         self.outputs: dict[str, list[SequenceOutput]] = {}
 
     def add(self, request: EngineRequest) -> None:

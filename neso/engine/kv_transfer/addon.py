@@ -28,8 +28,7 @@ from neso.engine.kv_transfer.fetch import Fetch, Fetcher, Prefix
 from neso.engine.kv_transfer.format import KvFormat, prefix_digest
 from neso.engine.kv_transfer.nixl import open_nixl
 from neso.engine.kv_transfer.server import KvServer
-from neso.engine.runners.base import Logits
-from neso.engine.runners.shared_cache import SharedCache
+from neso.engine.runners.base import Logits, Runner
 from neso.generation.output import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -74,16 +73,18 @@ class KvTransfer(Addon):
     def enable(
         self,
         kv: KVCacheManager,
-        cache: SharedCache,
+        runner: Runner,
         block_format: KvFormat,
         host: str | None = None,
         via: Via = "auto",
     ) -> str:
-        """Start the KV server, and return its address.
+        """Start the KV server of the runner's shared cache, and return its address.
 
         Raises `OSError` if it cannot listen at `host`, `NixlError` if `via` is "nixl" and this is not possible.
         """
-        self._kv = kv
+        cache = runner.shared_cache
+        assert cache is not None
+        self._kv, self._runner = kv, runner
         self._exports = ExportTable(lambda: server.notify())
         nixl = open_nixl(cache, via, wanted=host is not None)
         self._server = server = KvServer(
@@ -176,6 +177,7 @@ class KvTransfer(Addon):
                 export.digest = prefix_digest(_identity(sequence), sequence.cache_tokens[: export.num_tokens])
             epochs = scheduler.kv.pool.epochs
             assert epochs is not None
+            self._runner.store_shared(blocks[len(export.blocks) :])
             self._exports.publish(export, blocks, epochs[blocks].tolist())
             if sequence.num_uncomputed_tokens == 0:
                 outputs.append(self._complete(sequence, export, blocks, scheduler))
@@ -287,6 +289,7 @@ class KvTransfer(Addon):
         sequence, size = one.sequence, kv.block_size
         parent = one.found[-1].node if one.found else sequence.cache_identity
         end = fetch.first + fetch.num_blocks
+        self._runner.load_shared(fetch.targets[: fetch.num_blocks])
         kv.register_blocks(
             parent, fetch.prefix.tokens[fetch.first * size : end * size], fetch.targets[: fetch.num_blocks]
         )

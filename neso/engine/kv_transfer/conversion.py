@@ -127,6 +127,13 @@ def _heads_layout(block_format: KvFormat) -> tuple[IndexArray, IndexArray]:
     return parts, np.broadcast_to(elements, (2, heads, size, dim))
 
 
+def _tokens_layout(block_format: KvFormat) -> tuple[IndexArray, IndexArray]:
+    """A part for the keys of a layer, then one for its values: [block_size, kv_heads, head_dim]."""
+    heads, size, dim = block_format.kv_heads, block_format.block_size, block_format.head_dim
+    elements = np.arange(size * heads * dim, dtype=np.intp).reshape(1, size, heads, dim).swapaxes(1, 2)
+    return np.arange(2, dtype=np.intp).reshape(2, 1, 1, 1), np.broadcast_to(elements, (2, heads, size, dim))
+
+
 def _native_layout(block_format: KvFormat) -> tuple[IndexArray, IndexArray]:
     """One part per layer with the packed panels of `csrc/kernels/kv_cache.h`."""
     heads, dim = block_format.kv_heads, block_format.head_dim
@@ -149,5 +156,6 @@ def _round_up(value: int, multiple: int) -> int:
 _LAYOUTS: dict[str, Callable[[KvFormat], tuple[IndexArray, IndexArray]]] = {
     "native": _native_layout,
     "heads": _heads_layout,
+    "tokens": _tokens_layout,
 }
 """By name: the part of a layer that holds a value, and its place there, each int[2, kv_heads, block_size, head_dim]."""

@@ -20,7 +20,7 @@ def check_transfers(config: EngineConfig, runner: Runner) -> None:
         raise EngineError("kv_transfer: not available with several ranks")
     if "shared_cache" not in runner.capabilities:
         raise EngineError(
-            f"kv_transfer: {type(runner).__name__} does not support it; the runners native and reference do"
+            f"kv_transfer: {type(runner).__name__} does not support it; the runners native, torch and reference do"
         )
     if not config.scheduler.enable_prefix_caching:
         raise EngineError("kv_transfer needs enable_prefix_caching: transferred blocks are cached prefixes")
@@ -50,7 +50,7 @@ def start_transfers(config: EngineConfig, core: EngineCore, transfer: KvTransfer
     try:
         address = transfer.enable(
             core.scheduler.kv,
-            cache,
+            core.runner,
             block_format,
             options.kv_transfer_host,
             options.kv_transfer_via,

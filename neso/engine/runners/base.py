@@ -43,7 +43,7 @@ Capability = Literal[
 - attention_sinks: first tokens that stay visible in sliding-window layers
 - host_cache: KV cache blocks offloaded to host memory
 - ranks: tensor and pipeline parallelism (`RunnerOptions.layout`)
-- shared_cache: a KV cache that other processes can map (`CacheLayout.shared`)
+- shared_cache: blocks that other processes can map (`CacheLayout.shared`)
 """
 
 Float32Array = npt.NDArray[np.float32]
@@ -69,7 +69,7 @@ class CacheLayout:
     """Paged KV cache: `num_blocks` blocks of `block_size` tokens, in each layer.
 
     - num_host_blocks: additional blocks in host memory, for runners with "host_cache"
-    - shared: other processes can map the cache (`Runner.shared_cache`), for runners with "shared_cache"
+    - shared: other processes can map blocks (`Runner.shared_cache`), for runners with "shared_cache"
     """
 
     num_blocks: int
@@ -110,7 +110,7 @@ class Runner(ABC):
     window: AttentionWindow | None = None
     """Largest attention window of any layer; None for full attention. Blocks outside the window are freed."""
     shared_cache: SharedCache | None = None
-    """The KV cache, if it was allocated as a shared one."""
+    """The KV cache, or a copy of its blocks in host memory, if it was allocated as a shared one."""
     cache_format: CacheFormat | None = None
     """Format of the blocks, for runners with "shared_cache"."""
 
@@ -122,6 +122,12 @@ class Runner(ABC):
     @abstractmethod
     def allocate_cache(self, layout: CacheLayout) -> None:
         """Allocate the KV cache. Called once, before the first step."""
+
+    def store_shared(self, blocks: list[int]) -> None:  # noqa: B027
+        """Copy computed blocks to `shared_cache`; nothing to do if it is the cache itself."""
+
+    def load_shared(self, blocks: list[int]) -> None:  # noqa: B027
+        """Copy blocks from `shared_cache`; nothing to do if it is the cache itself."""
 
     @abstractmethod
     def cache_bytes_per_block(self, block_size: int) -> int:

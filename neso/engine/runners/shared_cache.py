@@ -35,7 +35,7 @@ class CacheShape:
 class CacheFormat(NamedTuple):
     """Order of the values within a block, their dtype, and the keys and values of a token.
 
-    layout: "native" or "heads", see `neso/engine/kv_transfer/conversion.py`
+    layout: "native", "heads" or "tokens", see `neso/engine/kv_transfer/conversion.py`
     """
 
     layout: str

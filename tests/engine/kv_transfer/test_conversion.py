@@ -23,7 +23,7 @@ LAYERS, HEADS, DIM = 2, 3, 20
 
 
 def make_format(layout: str, dtype: str, block_size: int, **others: Any) -> KvFormat:
-    parts = LAYERS * (1 if layout == "native" else 2 * HEADS)
+    parts = LAYERS * {"native": 1, "heads": 2 * HEADS, "tokens": 2}[layout]
     made = KvFormat(
         model="m",
         layout=layout,
@@ -44,7 +44,7 @@ def open_cache(block_format: KvFormat, num_blocks: int) -> SharedCache:
 
 formats = st.builds(
     make_format,
-    st.sampled_from(["native", "heads"]),
+    st.sampled_from(["native", "heads", "tokens"]),
     st.sampled_from(["float32", "bfloat16", "float16"]),
     st.integers(1, 40),
 )
@@ -123,6 +123,8 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "messages": ({"block_size": 12}, {"block_size": 5, "kv_transfer_via": "messages"}),
     "another runner": ({"runner": "reference", "block_size": 4}, {"block_size": 8}),
     "to another runner": ({"block_size": 4}, {"runner": "reference", "block_size": 3}),
+    "native to torch": ({"block_size": 4}, {"runner": "torch", "block_size": 8}),
+    "torch to native": ({"runner": "torch", "block_size": 16}, {"block_size": 4}),
     "nixl": (
         {"block_size": 4, "kv_transfer_via": "nixl"},
         {"block_size": 16, "kv_transfer_via": "nixl"},

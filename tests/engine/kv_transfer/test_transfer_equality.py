@@ -18,6 +18,8 @@ SMALL: dict[str, Any] = {"num_blocks": 60, "block_size": 4, "max_prefill_chunk":
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "native": ("native", {}),
     "reference": ("reference", {}),
+    "torch": ("torch", {}),
+    "torch with a window": ("torch", WINDOW),
     "messages": ("native", {"kv_transfer_via": "messages"}),
     "window": ("native", WINDOW),
     "drafts": ("native", METHODS["ngram"]),

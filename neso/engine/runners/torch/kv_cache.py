@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from neso.engine.host_resources import available_memory
 from neso.engine.runners.base import CacheLayout
+from neso.engine.runners.shared_cache import CacheShape, SharedCache
+
+_PIECE_BYTES = 64 << 20
+"""Number of bytes that are gathered on the device for one copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,7 @@ class KVCache:
         self.padding_block = layout.num_blocks
         self.layers = [self._layer(shape, dtype, device) for shape in shapes]
         self._host = HostBlocks(self.layers, layout.num_host_blocks)
+        self.shared = SharedBlocks(self.layers, layout.num_blocks) if layout.shared else None
 
     def _layer(self, shape: HeadShape, dtype: torch.dtype, device: torch.device) -> LayerCache:
         sizes = (self.layout.num_blocks + 1, self.layout.block_size, shape.kv_heads)
@@ -94,6 +102,47 @@ class HostBlocks:
         row = self._rows[host_block].to(self._parts[0].device, non_blocking=True)
         for part, values in zip(self._parts, row.split(self._sizes), strict=True):
             part[block].copy_(values.view_as(part[block]))
+
+
+class SharedBlocks:
+    """Copies of blocks in host memory that other processes can map. A block has the same number in both.
+
+    `memory` is allocated by the system when it is written, so it takes the size of the blocks that were transferred.
+    All layers must have the same shape. Raises `OSError` if a copy of the whole cache would not fit.
+    """
+
+    def __init__(self, layers: list[LayerCache], num_blocks: int) -> None:
+        self._parts = [part for layer in layers for part in (layer.keys, layer.values)]
+        first = self._parts[0]
+        shape = CacheShape(len(self._parts), num_blocks, first[0].numel() * first.itemsize)
+        available = available_memory()
+        if shape.cache_bytes > available:
+            raise OSError(
+                errno.ENOMEM,
+                f"copies of all blocks take {shape.cache_bytes} bytes of host memory, {available} are available",
+            )
+        self.memory = SharedCache.create(shape)
+        self._values = torch.from_numpy(self.memory.blocks).view(first.dtype)
+        self._max_blocks = max(1, _PIECE_BYTES // shape.block_bytes)
+
+    @torch.inference_mode()
+    def store(self, blocks: list[int]) -> None:
+        """Copy blocks from the device, after the steps that have been launched."""
+        for piece, index in self._pieces(blocks):
+            self._values[:, piece] = torch.stack([part[index].flatten(1) for part in self._parts]).cpu()
+
+    @torch.inference_mode()
+    def load(self, blocks: list[int]) -> None:
+        """Copy blocks to the device, before the steps that will be launched."""
+        for piece, index in self._pieces(blocks):
+            values = self._values[:, piece].to(index.device)
+            for part, rows in zip(self._parts, values, strict=True):
+                part[index] = rows.view(-1, *part.shape[1:])
+
+    def _pieces(self, blocks: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the numbers of at most `_PIECE_BYTES` bytes of blocks, in host memory and on the device."""
+        for piece in torch.tensor(blocks, dtype=torch.int64).split(self._max_blocks):
+            yield piece, piece.to(self._parts[0].device)
 
 
 def bytes_per_block(shapes: list[HeadShape], block_size: int, dtype: torch.dtype) -> int:

@@ -17,6 +17,7 @@ from neso.engine.pooling.pooler import PoolingPlan
 from neso.engine.runners.base import CacheLayout, Capability, Float32Array, PackedAdapter, SpecRunner
 from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
+from neso.engine.runners.shared_cache import CacheFormat
 from neso.engine.runners.torch.adapters import AdapterSlots, TorchAdapter
 from neso.engine.runners.torch.decode_graphs import DecodeGraphs
 from neso.engine.runners.torch.decoder import Decoder
@@ -37,7 +38,7 @@ class TorchRunner(DeviceRunner, SpecRunner):
     capabilities: frozenset[Capability] = frozenset(
         {
             *("attention_sinks", "hidden_states", "host_cache", "input_embeddings", "lora", "ranks"),
-            "tree_attention",
+            *("shared_cache", "tree_attention"),
         }
     )
 
@@ -48,6 +49,13 @@ class TorchRunner(DeviceRunner, SpecRunner):
         self.device = device
         self.dtype = decoder.weights.dtype
         self.heads = [HeadShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)] * spec.num_layers
+        self.cache_format = CacheFormat(
+            "tokens",
+            str(self.dtype).removeprefix("torch."),
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_dim,
+        )
         self._decoder = decoder
         self._graphs: DecodeGraphs | None = None
         self._hidden = torch.empty(0, spec.hidden_size)
@@ -78,6 +86,8 @@ class TorchRunner(DeviceRunner, SpecRunner):
     def allocate_cache(self, layout: CacheLayout) -> None:
         super().allocate_cache(layout)
         cache = self._cache
+        if cache is not None and cache.shared is not None:
+            self.shared_cache = cache.shared.memory
         # No graphs for experts, because the host must read the number of rows of each expert.
         if self.device.type == "cuda" and cache is not None and self.spec.experts is None:
             self._graphs = DecodeGraphs(
@@ -88,6 +98,14 @@ class TorchRunner(DeviceRunner, SpecRunner):
                 self.device,
                 self.spec.sink_tokens,
             )
+
+    def store_shared(self, blocks: list[int]) -> None:
+        assert self._cache is not None and self._cache.shared is not None
+        self._cache.shared.store(blocks)
+
+    def load_shared(self, blocks: list[int]) -> None:
+        assert self._cache is not None and self._cache.shared is not None
+        self._cache.shared.load(blocks)
 
     def forward(self, plan: StepPlan, cache: KVCache, chosen: Tensor | None) -> Tensor:
         if self._graphs is not None and not self._keeps_row_states and self._graphs.fits(plan):
