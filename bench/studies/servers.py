@@ -1,33 +1,85 @@
-"""Neso beside llama.cpp's server (llama-cpp-python) and vLLM: throughput and latency by concurrency.
+"""Neso beside llama.cpp's servers and vLLM: throughput and latency by load and concurrency.
 
 All serve the same checkpoint with bfloat16 weights on all cores through the OpenAI API, one server at a time, and get
 the same prompts as text. Throughput is relative to Neso's in the same round; medians of the rounds are printed. A
 server whose environment is not installed is left out; bench/vs_llamacpp.py and bench/vs_vllm.py install them.
 
-usage: python bench/studies/servers.py [CHECKPOINT] [--size m] [--concurrency 1 2 4 8 16] [--isl 128] [--osl 64]
-           [--rounds 2] [--llamacpp VENV] [--vllm VENV] [--plot FILE.svg]
+With --limits, Neso's engine runs the same loads alone, without server and clients, and throughput is also printed as a
+share of what the machine allows (bench/machine_limits.py): the larger of the bytes of all decode steps / bandwidth and
+of all operations / GEMM rate, as if weights and cache were read while the processor computes.
+
+usage: python bench/studies/servers.py [CHECKPOINT] [--size m] [--loads 128/64 32/256] [--concurrency 1 4 16 64]
+           [--rounds 2] [--limits] [--llamacpp VENV] [--llama-server FILE] [--vllm VENV] [--plot FILE.svg]
+
+--loads: input / output tokens. --llama-server: llama.cpp's own server, which generates for several requests at a time
+(--parallel); llama-cpp-python's generates for one.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
 
 from checkpoint import write_checkpoint
 from load import LoadResult, Workload, one_token_words, run_load
-from peer_server import RunningServer, machine, neso
+from machine_limits import describe, use_smoke_sizes
+from machine_limits import measure as measure_limits
+from peer_server import RunningServer, machine, neso, serve
+from roofline import Model, Phase
 from smoke import parse_arguments
 
+from neso.engine.client.llm import LLM
+from neso.engine.runners.runner_options import RunnerOptions
+from neso.generation import SamplingParams
 from neso.perf.report.charts import Chart, Series
 
+LLAMA_SERVER_PORT = 19300
+ENGINE = "engine"
 Start = Callable[[], AbstractContextManager[RunningServer]]
+
+
+class Load(NamedTuple):
+    """A closed loop: `concurrency` requests at a time with `isl` input and `osl` output tokens each."""
+
+    isl: int
+    osl: int
+    concurrency: int
+
+    def __str__(self) -> str:
+        return f"{self.isl}/{self.osl}"
+
+    def workload(self, number: int) -> Workload:
+        """Prompts of a round; no part of them is in a prefix cache."""
+        requests = max(3, 2 * self.concurrency)
+        seed = 1000 * number + 100 * self.concurrency + self.isl
+        return Workload(self.isl, self.osl, self.concurrency, requests, seed=seed)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Output tokens per second, and medians in milliseconds; NaN for the engine alone."""
+
+    tokens_per_second: float
+    ttft: float = float("nan")
+    itl: float = float("nan")
+
+    @classmethod
+    def of(cls, result: LoadResult) -> Figures:
+        return cls(result.output_tokens_per_second, result.ttft_p50, result.itl_p50)
+
+
+Round = dict[tuple[str, Load], Figures]
 
 
 def main() -> None:
@@ -36,33 +88,57 @@ def main() -> None:
     )
     parser.add_argument("checkpoint", nargs="?", type=Path)
     parser.add_argument("--size", choices=["s", "m"], default="m", help="of a new checkpoint")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--isl", type=int, default=128)
-    parser.add_argument("--osl", type=int, default=64)
+    parser.add_argument("--loads", nargs="+", default=["128/64"])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--limits", action="store_true", help="compare to the limits of the machine too")
     parser.add_argument("--llamacpp", type=Path, help="environment of llama-cpp-python")
+    parser.add_argument("--llama-server", type=Path, help="program llama-server of llama.cpp")
     parser.add_argument("--vllm", type=Path, help="environment of vLLM")
     parser.add_argument("--plot", type=Path)
     arguments = parse_arguments(
-        parser, size="s", concurrency=[2], isl=16, osl=4, rounds=1, llamacpp=None, vllm=None
+        parser,
+        size="s",
+        loads=["16/4"],
+        concurrency=[2],
+        rounds=1,
+        limits=True,
+        llamacpp=None,
+        llama_server=None,
+        vllm=None,
     )
+    if arguments.smoke:
+        use_smoke_sizes()
+    loads = [
+        Load(*map(int, load.split("/")), concurrency)
+        for load in arguments.loads
+        for concurrency in arguments.concurrency
+    ]
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.checkpoint or Path(folder) / arguments.size
         if not model.exists():
             write_checkpoint(model, arguments.size)
-        servers = starters(model, arguments, Path(folder))
+        servers = starters(model, arguments, Path(folder), loads)
         words = one_token_words(model)
         print(f"{machine()}; {', '.join(servers)}", flush=True)
-        rounds = []
+        rounds: list[Round] = []
         for number in range(arguments.rounds):
-            rounds.append({name: measure(start, arguments, words, number) for name, start in servers.items()})
-    show(list(servers), arguments, rounds)
+            found: Round = {}
+            if arguments.limits:
+                found |= measure_engine(model, loads, number)
+            for name, start in servers.items():
+                found |= measure(name, start, loads, words, number)
+            rounds.append(found)
+        limits = limits_of(model, loads) if arguments.limits else {}
+    show(([ENGINE] if limits else []) + list(servers), loads, rounds, limits)
+    if arguments.plot:
+        plot(list(servers), loads, rounds, arguments.plot)
 
 
-def starters(model: Path, arguments: argparse.Namespace, folder: Path) -> dict[str, Start]:
+def starters(model: Path, arguments: argparse.Namespace, folder: Path, loads: list[Load]) -> dict[str, Start]:
     """Return a function for each installed server that starts it with the checkpoint."""
     found: dict[str, Start] = {"Neso": lambda: neso(model)}
-    if arguments.llamacpp is not None:
+    if arguments.llamacpp is not None or arguments.llama_server is not None:
         # Lazy: needs the package gguf.
         from gguf import GGMLQuantizationType
         from gguf_checkpoint import write_gguf
@@ -70,7 +146,10 @@ def starters(model: Path, arguments: argparse.Namespace, folder: Path) -> dict[s
 
         file = folder / "model.gguf"
         write_gguf(model, file, GGMLQuantizationType.BF16)
-        found["llama.cpp"] = lambda: llamacpp_server(arguments.llamacpp, file)
+        if arguments.llamacpp is not None:
+            found["llama.cpp"] = lambda: llamacpp_server(arguments.llamacpp, file)
+        if arguments.llama_server is not None:
+            found["llama-server"] = lambda: llama_server(arguments.llama_server, file, loads)
     if arguments.vllm is not None:
         from vs_vllm import vllm
 
@@ -78,55 +157,102 @@ def starters(model: Path, arguments: argparse.Namespace, folder: Path) -> dict[s
     return found
 
 
-def load(server: RunningServer, work: Workload, words: list[str]) -> LoadResult:
-    """Run a load with sampled tokens: the likeliest token of random weights may have no text."""
-    return run_load(server.url, server.model, work, words=words, temperature=1.0)
+def llama_server(program: Path, file: Path, loads: list[Load]) -> AbstractContextManager[RunningServer]:
+    """Run llama.cpp's server with a slot for each concurrent request."""
+    threads, slots = str(os.cpu_count()), max(load.concurrency for load in loads)
+    context = slots * (max(load.isl + load.osl for load in loads) + 16)
+    command = [str(program), "--model", str(file), "--port", str(LLAMA_SERVER_PORT), "--alias", "model"]
+    command += ["--threads", threads, "--threads-batch", threads]
+    command += ["--parallel", str(slots), "--ctx-size", str(context), "--no-webui"]
+    return serve("llama-server", command, f"http://127.0.0.1:{LLAMA_SERVER_PORT}", "model", probe="/health")
 
 
-def measure(start: Start, arguments: argparse.Namespace, words: list[str], seed: int) -> list[LoadResult]:
-    """Start a server and run each concurrency, after a warm-up."""
-    results = []
+def measure(name: str, start: Start, loads: list[Load], words: list[str], number: int) -> Round:
+    """Start a server and run each load, after a warm-up."""
+
+    def run(server: RunningServer, work: Workload) -> LoadResult:
+        # Sampled tokens: the likeliest token of random weights may have no text.
+        return run_load(server.url, server.model, work, words=words, temperature=1.0)
+
+    found: Round = {}
     with start() as server:
-        load(server, Workload(arguments.isl, arguments.osl, 2, 4, seed=999), words)
-        for concurrency in arguments.concurrency:
-            requests = max(3, 2 * concurrency)
-            # Other prompts in each run: no part of them is in a prefix cache.
-            work = Workload(
-                arguments.isl, arguments.osl, concurrency, requests, seed=1000 * seed + concurrency
-            )
-            results.append(load(server, work, words))
-            print(f"{server.name:8} {concurrency:3} {results[-1]}", file=sys.stderr, flush=True)
-    return results
+        run(server, Workload(loads[0].isl, loads[0].osl, 2, 4, seed=999))
+        for load in loads:
+            result = run(server, load.workload(number))
+            found[name, load] = Figures.of(result)
+            print(f"{name:12} {load!s:8} {load.concurrency:3} {result}", file=sys.stderr, flush=True)
+    return found
 
 
-def show(names: list[str], arguments: argparse.Namespace, rounds: list[dict[str, list[LoadResult]]]) -> None:
-    """Print the medians of all figures, relative to Neso's of the same round, and draw the throughput."""
-    head = " ".join(f"{name:>8}" for name in ("tok/s", "TTFT ms", "ITL ms", "tok/s", "TTFT", "ITL"))
-    print(f"{'':10} {'in flight':>9} {head}   (the last three: of Neso's)")
-    fields = ("output_tokens_per_second", "ttft_p50", "itl_p50")
-    lines = []
-    for name in names:
-        relative = []
-        for position, concurrency in enumerate(arguments.concurrency):
-            runs = [(one[name][position], one["Neso"][position], one["Neso"][0]) for one in rounds]
-            own = [statistics.median(getattr(run, field) for run, _, _ in runs) for field in fields]
+def measure_engine(model: Path, loads: list[Load], number: int) -> Round:
+    """Run each load in an engine of this process."""
+    found: Round = {}
+    for load in loads:
+        llm = LLM(model, max_num_seqs=load.concurrency, max_model_len=load.isl + load.osl + 1)
+        sampling = SamplingParams(temperature=1.0, seed=1, ignore_eos=True, max_tokens=load.osl)
+        llm.generate(load.workload(-1).prompts()[:2], sampling, progress=False)
+        prompts = load.workload(number).prompts()
+        started = time.perf_counter()
+        llm.generate(prompts, sampling, progress=False)
+        seconds = time.perf_counter() - started
+        found[ENGINE, load] = Figures(len(prompts) * load.osl / seconds)
+        print(
+            f"{ENGINE:12} {load!s:8} {load.concurrency:3} {found[ENGINE, load]}", file=sys.stderr, flush=True
+        )
+    return found
+
+
+def limits_of(path: Path, loads: list[Load]) -> dict[Load, float]:
+    """Return the output tokens per second that the machine allows for each load."""
+    limits = measure_limits()
+    print(describe(limits), end="")
+    found = {}
+    for load in loads:
+        prefill = Phase("prefill", load.concurrency, load.isl, 0)
+        decode = Phase("decode", load.concurrency, 1, load.isl + load.osl // 2)
+        model = Model(path, RunnerOptions(), (prefill, decode))
+        steps = load.osl - 1
+        seconds = limits.seconds(
+            steps * model.read_bytes(decode), model.flops(prefill) + steps * model.flops(decode), model.kind
+        )
+        found[load] = load.concurrency * load.osl / seconds
+    return found
+
+
+def show(names: list[str], loads: list[Load], rounds: list[Round], limits: dict[Load, float]) -> None:
+    """Print the medians of all figures, and relative to Neso's of the same round."""
+    columns = ("tok/s", "TTFT ms", "ITL ms", "tok/s", "TTFT", "ITL", "of limit")
+    head = " ".join(f"{name:>8}" for name in columns)
+    print(f"{'':12} {'load':8} {'in flight':>9} {head}   (fourth to sixth: of Neso's)")
+    for load in loads:
+        for name in names:
+            runs = [(one[name, load], one["Neso", load]) for one in rounds]
+            fields = ("tokens_per_second", "ttft", "itl")
+            own = [statistics.median(getattr(run, field) for run, _ in runs) for field in fields]
             ratios = [
-                statistics.median(_ratio(getattr(run, field), getattr(ours, field)) for run, ours, _ in runs)
+                statistics.median(_ratio(getattr(run, field), getattr(ours, field)) for run, ours in runs)
                 for field in fields
             ]
-            relative.append(
-                statistics.median(
-                    run.output_tokens_per_second / first.output_tokens_per_second for run, _, first in runs
-                )
-            )
+            share = f"{100 * own[0] / limits[load]:6.0f} %" if load in limits else ""
             values = f"{own[0]:8.1f} {own[1]:8.0f} {own[2]:8.1f} {ratios[0]:8.2f} {ratios[1]:8.2f} {ratios[2]:8.2f}"
-            print(f"{name:10} {concurrency:9} {values}")
-        lines.append(Series(name, [float(n) for n in arguments.concurrency], relative, marks=True))
-    if arguments.plot:
-        first = arguments.concurrency[0]
-        label = f"tokens/s, relative to Neso with {first} in flight"
-        title = f"Throughput of servers: prompts of {arguments.isl} tokens, outputs of {arguments.osl}"
-        Chart(title, "requests in flight", label, tuple(lines)).save(arguments.plot)
+            print(f"{name:12} {load!s:8} {load.concurrency:9} {values} {share}")
+
+
+def plot(names: list[str], loads: list[Load], rounds: list[Round], file: Path) -> None:
+    """Draw the throughput of the first load, relative to Neso's at the first concurrency."""
+    drawn = [load for load in loads if load[:2] == loads[0][:2]]
+    lines = []
+    for name in names:
+        relative = [
+            statistics.median(
+                one[name, load].tokens_per_second / one["Neso", drawn[0]].tokens_per_second for one in rounds
+            )
+            for load in drawn
+        ]
+        lines.append(Series(name, [float(load.concurrency) for load in drawn], relative, marks=True))
+    label = f"tokens/s, relative to Neso with {drawn[0].concurrency} in flight"
+    title = f"Throughput of servers: prompts of {drawn[0].isl} tokens, outputs of {drawn[0].osl}"
+    Chart(title, "requests in flight", label, tuple(lines)).save(file)
 
 
 def _ratio(numerator: float, denominator: float) -> float:
