@@ -17,10 +17,10 @@ from neso.cluster.stages.messages import Flow, Outcome, StageReport, Stop, Task,
 from neso.cluster.stages.stage import Stage, StageWorker
 from neso.generation import Span
 from neso.server.backlog import Backlog
-from neso.server.errors import Cancelled, Overloaded, Unavailable
+from neso.server.errors import Cancelled, InternalError, Overloaded, Unavailable
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 
 class Bench:
@@ -104,6 +104,19 @@ async def test_simultaneous_requests_are_given_in_one_message():
     await asyncio.sleep(0)
     assert len(bench.sent["a"]) == 1
     assert bench.ids(worker) == ["1", "2", "3"]
+
+
+async def test_request_that_cannot_be_encoded_fails_and_others_go_on():
+    bench = Bench()
+    worker = bench.worker("a", slots=2)
+    broken = request("broken")
+    broken.request.inputs["X"] = Tensor("X", DataType.BYTES, np.array([3], np.object_))
+    bench.stage.submit(broken)
+    other = await bench.submit("other")
+    with pytest.raises(InternalError, match="the request to stage 'scale' cannot be encoded"):
+        await value(broken)
+    assert bench.ids(worker) == ["other"]
+    assert not other.closed and worker.num_used == 1
 
 
 async def test_requests_go_to_the_least_loaded_worker_and_slow_ones_do_not_hold_up_others():

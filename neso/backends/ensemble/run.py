@@ -2,7 +2,8 @@
 
 Tensors are stored in nested scopes. The root scope contains the request's tensors and the outputs of steps that run
 once. Each response of a decoupled step opens a child scope, which also has access to the tensors of its ancestors.
-Therefore the steps after a decoupled step run once per response and share the tensors of the parent scope.
+Therefore the steps after a decoupled step run once per response and share the tensors of the parent scope. These steps
+can run concurrently and end in any order; the responses of the ensemble are sent in the order of the scopes.
 
 A tensor is absent if it is an optional input omitted by the client, or an output not returned by a step. Steps run
 without it if it is optional for them, and the ensemble's response omits it.
@@ -37,16 +38,28 @@ FindModel = Callable[[str, str], "Model"]
 
 
 class Scope:
-    """Tensors by name, with fallback to the parent scope. `absent`: names of absent tensors."""
+    """Tensors by name, with fallback to the parent scope.
 
-    __slots__ = ("_parent", "absent", "children", "responded", "started", "tensors")
+    - absent: names of absent tensors
+    - children: ordered set of the scopes that can still have responses
+    - num_executions: steps that are executed or queued in this scope; num_opening: the decoupled ones of these, whose
+      outputs go to new scopes
+    - decided: all requested outputs are known here or absent; response: the response with them, not sent yet
+    """
+
+    __slots__ = (
+        *("_parent", "absent", "children", "decided", "num_executions", "num_opening", "response"),
+        *("started", "tensors"),
+    )
 
     def __init__(self, parent: Scope | None = None) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.absent: set[str] = set()
-        self.children: dict[Scope, None] = {}  # ordered set of the scopes without a response
+        self.children: dict[Scope, None] = {}
         self.started: set[int] = set()
-        self.responded = False
+        self.num_executions = self.num_opening = 0
+        self.decided = False
+        self.response: InferenceResponse | None = None
         self._parent = parent
         if parent is not None:
             parent.children[self] = None
@@ -67,11 +80,22 @@ class Scope:
         """Return whether a step was started in this scope or an ancestor, so that its outputs are visible here."""
         return step in self.started or (self._parent is not None and self._parent.has_started(step))
 
-    def close(self) -> None:
-        """Mark the response of the scope as sent and detach the scope from its parent."""
-        self.responded = True
-        if self._parent is not None:
-            self._parent.children.pop(self, None)
+    def take_responses(self, responses: list[InferenceResponse], awaits: bool = False) -> bool:
+        """Append the responses that are next in order. Returns whether the scope can have no others.
+
+        `awaits`: whether a step of an ancestor is executed whose outputs belong to this scope too.
+        """
+        if self.response is not None:
+            responses.append(self.response)
+            self.response = None
+        if self.decided:
+            return True
+        awaits = awaits or self.num_executions > self.num_opening
+        for child in tuple(self.children):
+            if not child.take_responses(responses, awaits):
+                return False
+            del self.children[child]
+        return not self.num_executions and not awaits
 
 
 class EnsembleRun:
@@ -97,9 +121,7 @@ class EnsembleRun:
         # Queued executions by step, limited by max_inflight.
         self._waiting: dict[int, deque[tuple[Scope, dict[str, Tensor]]]] = {}
         self._num_responses = 0
-        self._unsent: list[
-            InferenceResponse
-        ] = []  # of a decoupled ensemble, until it is known which one is the last
+        self._root = Scope()
         self._compute = (0, 0, 0)  # compute input, infer and output durations of the steps, in ns
         # Nesting depth of `_processing`: a step can respond while another step is being started.
         self._depth = 0
@@ -109,7 +131,7 @@ class EnsembleRun:
         self._stream.request.on_cancel(self._cancel)
         self._stream.timeline.compute_start = time.monotonic_ns()
         self._stream.timeline.compute = self._compute
-        scope = Scope()
+        scope = self._root
         scope.tensors.update(self._stream.request.inputs)
         scope.absent.update(self._graph.inputs - scope.tensors.keys())
         with self._processing():
@@ -146,12 +168,14 @@ class EnsembleRun:
                 else:
                     scope.started.add(step.index)
                     if given:
+                        scope.num_executions += 1
                         self._begin(step, scope, given)
                     else:
                         self._store_outputs(step, scope, {})
         self._respond(scope)
         for child in tuple(scope.children):
-            self._advance(child, steps)
+            if not child.decided:
+                self._advance(child, steps)
 
     def _begin(self, step: Step, scope: Scope, inputs: dict[str, Tensor]) -> None:
         """Execute a step, or queue it while `max_inflight` executions of it are running."""
@@ -167,6 +191,7 @@ class EnsembleRun:
         stream = model.submit(self._request(step, model, inputs))
         self._running[step.index] += 1
         self._streams.add(stream)
+        scope.num_opening += model.decoupled
 
         def receive(response: InferenceResponse) -> None:
             with self._processing():
@@ -180,6 +205,8 @@ class EnsembleRun:
                     self._store_outputs(step, Scope(scope) if model.decoupled else scope, outputs)
                 if response.final:
                     self._streams.discard(stream)
+                    scope.num_executions -= 1
+                    scope.num_opening -= model.decoupled
                     self._ended(step)
 
         stream.consume(receive)
@@ -270,8 +297,8 @@ class EnsembleRun:
         self._advance(scope, [readers[index] for index in sorted(readers)])
 
     def _respond(self, scope: Scope) -> None:
-        """Send the response of a scope if all requested outputs are known and at least one is new in this scope."""
-        if scope.responded or self._stream.closed:
+        """Make the response of a scope if all requested outputs are known and at least one is new in this scope."""
+        if scope.decided or self._stream.closed:
             return
         outputs = []
         for name in self._requested:
@@ -281,15 +308,15 @@ class EnsembleRun:
                 outputs.append(Tensor(name, tensor.datatype, array))
             elif not scope.lacks(name):
                 return
+        scope.decided = True
         if not outputs or (
             self._num_responses and not any(name in scope.tensors for name in self._requested)
         ):
             return
-        scope.close()
         self._num_responses += 1
         response = InferenceResponse("", "", outputs=outputs, parameters=self._parameters())
         if self._decoupled:
-            self._unsent.append(response)
+            scope.response = response
         else:
             self._stream.send(response, final=True)
 
@@ -303,8 +330,11 @@ class EnsembleRun:
         }
 
     def _send_responses(self) -> None:
-        """Send the responses of a decoupled ensemble. If all steps have ended, the last one is the final response."""
-        unsent, self._unsent = self._unsent, []
+        """Send the responses of a decoupled ensemble that are next in order. The last one is final if all steps have
+        ended.
+        """
+        unsent: list[InferenceResponse] = []
+        self._root.take_responses(unsent)
         for response in unsent:
             self._stream.send(response, final=response is unsent[-1] and not self._streams)
 

@@ -21,7 +21,7 @@ from neso.cluster.stages.manifold import Manifold
 from neso.cluster.stages.messages import Durations, Flow, Outcome, StageReport, Stop, Task, Work
 from neso.cluster.stages.tensors import remote_ref
 from neso.generation.spans import Span
-from neso.server.errors import Cancelled, ServerError, Unavailable
+from neso.server.errors import Cancelled, InternalError, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
 from neso.server.schedulers.priority_queue import PriorityQueue
 
@@ -182,6 +182,14 @@ class Stage:
                 task = self._manifold.pack(job.number, job.attempt, job.stream.request, self.version)
             except ServerError as error:
                 job.stream.fail(error)
+                continue
+            except Exception as error:
+                logger.exception(
+                    "request '%s' of stage '%s' cannot be encoded", job.stream.request.id, self.model
+                )
+                job.stream.fail(
+                    InternalError(f"the request to stage '{self.model}' cannot be encoded: {error}")
+                )
                 continue
             self._give(job, worker)
             given.setdefault(worker.name, []).append(task)

@@ -74,6 +74,26 @@ output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
 """
 
 
+LAST_FIRST = """
+import time
+from pathlib import Path
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        (request,) = requests
+        array = request.inputs()[0].as_numpy().astype(np.float32)
+        ended = Path(pb_utils.get_model_dir()) / f"ended{int(array[0])}"
+        end = time.monotonic() + 60
+        while array[0] < 4 and not ended.with_name(f"ended{int(array[0]) + 1}").exists():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        ended.touch()
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", array)])]
+"""
+
+
 SPLIT = """
 import triton_python_backend_utils as pb_utils
 
@@ -265,12 +285,52 @@ async def test_steps_after_a_decoupled_step_run_per_response(
         responses = await collect(
             send_request(core.model("all"), COUNT=np.array([5], np.int32), IN=floats(0))
         )
-        values = sorted(r.output("OUT").array[0] for r in responses if r.outputs)
+        values = [r.output("OUT").array[0] for r in responses if r.outputs]
         assert values == [101, 102, 103, 104, 105]
         assert all(r.error is None for r in responses)
         # As in Triton: clients of gRPC streams find the end of the request in the last response.
         assert [r.final for r in responses] == [False] * 4 + [True] and not responses[-1].flag_only
         await core.stop()
+
+
+async def test_responses_are_in_order_if_steps_after_a_decoupled_step_end_in_another_order(
+    server: Server,
+) -> None:
+    """Each execution after the decoupled step waits for the one that begins after it."""
+    server.repository.add("repeat", REPEAT, REPEAT_TENSORS)
+    server.repository.add("last_first", LAST_FIRST, TO_FLOAT_TENSORS + "instance_group { count: 5 }")
+    server.add_ensemble(
+        step("repeat", {"COUNT": "COUNT"}, {"OUT": "number"}),
+        step("last_first", {"IN": "number"}, {"OUT": "OUT"}),
+        tensors="""
+        input { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] }
+        output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
+        """,
+    )
+    model = (await server.start()).model("all")
+    responses = await collect(send_request(model, COUNT=np.array([5], np.int32)))
+    assert [r.output("OUT").array[0] for r in responses] == [0, 1, 2, 3, 4]
+    assert [r.final for r in responses] == [False] * 4 + [True]
+
+
+async def test_responses_of_nested_decoupled_steps_are_in_order(server: Server) -> None:
+    """The inner step answers as often as its input says, later if that is less."""
+    late = REPEAT.replace(
+        "        for i in range(count):\n",
+        "        import time\n        time.sleep(0.05 * (4 - count))\n        for i in range(count):\n",
+    )
+    assert late != REPEAT
+    server.repository.add("repeat", REPEAT, REPEAT_TENSORS)
+    server.repository.add("late", late, REPEAT_TENSORS)
+    server.add_ensemble(
+        step("repeat", {"COUNT": "COUNT"}, {"OUT": "number"}),
+        step("late", {"COUNT": "number"}, {"OUT": "OUT"}),
+        tensors=REPEAT_TENSORS,
+    )
+    model = (await server.start()).model("all")
+    responses = await collect(send_request(model, COUNT=np.array([4], np.int32)))
+    assert [int(r.output("OUT").array[0]) for r in responses if r.outputs] == [0, 0, 1, 0, 1, 2]
+    assert responses[-1].final
 
 
 @pytest.mark.parametrize("policy", ["", "model_transaction_policy { decoupled: false }"])
