@@ -118,8 +118,10 @@ def main() -> None:
     num_bytes = num_blocks * LAYERS * LAYER_BYTES
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(num_blocks, arguments.rounds, theirs))
+    # A daemon, so that it ends with this process if a transfer fails.
+    process = context.Process(target=serve, args=(num_blocks, arguments.rounds, theirs), daemon=True)
     process.start()
+    theirs.close()  # so that `recv` fails if the other process does
     sent = [ours.recv() for _ in SERVERS]
     addresses = {name: address for name, address, _ in sent}
     memories = {name: memory for name, _, memory in sent if memory is not None}

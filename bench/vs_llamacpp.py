@@ -148,22 +148,22 @@ def measure(server: RunningServer, words: list[str] | None) -> Figures:
 
 
 def compare(model: Path, files: dict[str, Path], venv: Path, rounds: int) -> dict[str, dict[str, Figures]]:
-    """Best results of the rounds, by system and weight type."""
+    """Best results of the rounds, by system and weight type of the files."""
     words = one_token_words(model)
     found: dict[str, dict[str, list[Figures]]] = {
-        name: {kind: [] for kind in PAIRS} for name in ("llama.cpp loop", "llama.cpp server", "neso server")
+        name: {kind: [] for kind in files} for name in ("llama.cpp loop", "llama.cpp server", "neso server")
     }
     for _ in range(rounds):
-        for kind, options in PAIRS.items():
-            found["llama.cpp loop"][kind].append(run_loop(venv, files[kind]))
-            found["llama.cpp server"][kind].append(run_llamacpp_server(venv, files[kind], words))
-            found["neso server"][kind].append(run_neso(model, options))
+        for kind, file in files.items():
+            found["llama.cpp loop"][kind].append(run_loop(venv, file))
+            found["llama.cpp server"][kind].append(run_llamacpp_server(venv, file, words))
+            found["neso server"][kind].append(run_neso(model, PAIRS[kind]))
     return {name: {kind: Figures.best(runs) for kind, runs in of.items()} for name, of in found.items()}
 
 
 def report(results: dict[str, dict[str, Figures]]) -> None:
     ours = results["neso server"]
-    for kind in PAIRS:
+    for kind in ours:
         for name, of in results.items():
             cells = [
                 f"{what} {value:7.1f} ({value / asdict(ours[kind])[what]:4.2f} x)"
@@ -185,8 +185,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.checkpoint or Path(folder) / "m"
         if not model.exists():
-            write_checkpoint(model, "m")
-        files = {kind: Path(folder) / f"{kind}.gguf" for kind in PAIRS}
+            write_checkpoint(model, "s" if arguments.smoke else "m")
+        kinds = ("BF16",) if arguments.smoke else PAIRS
+        files = {kind: Path(folder) / f"{kind}.gguf" for kind in kinds}
         for kind, file in files.items():
             write_gguf(model, file, GGMLQuantizationType[kind])
         results = compare(model, files, arguments.venv, arguments.rounds)

@@ -54,9 +54,19 @@ def test_termination_stops_what_a_script_has_started() -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_benchmark_runs(script: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, script, "--smoke"], capture_output=True, text=True, cwd=BENCH.parent
+    process = subprocess.Popen(
+        [sys.executable, script, "--smoke"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=BENCH.parent,
     )
-    if result.returncode == MISSING:
-        pytest.skip(result.stderr.strip())
-    assert result.returncode == 0, result.stdout + result.stderr
+    try:
+        output, errors = process.communicate()
+    except BaseException:  # the time-out of the test
+        process.terminate()  # not `kill`: the script must stop the servers that it has started
+        process.wait(30)
+        raise
+    if process.returncode == MISSING:
+        pytest.skip(errors.strip())
+    assert process.returncode == 0, output + errors
