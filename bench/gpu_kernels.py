@@ -36,7 +36,10 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch.runner import TorchRunner
+from neso.engine.runners.torch.sampling import sampling_parameters
 from neso.engine.runners.torch.triton_operations import TritonOperations, round_rows
+from neso.engine.runners.torch.triton_sampling import sample
+from neso.engine.sampling.token_sampling import SamplingBatch
 from neso.engine.spec_decode.draft import NO_SLOT_COPIES, DraftTreePlan
 from neso.engine.specs.registry import decoder_spec
 
@@ -217,10 +220,18 @@ def compile_model(compiling: CompilingDriver, config: dict[str, Any], steps: int
     if compiling.targets[compiling.device] >= 89:
         # Older GPUs do not multiply float8, so activations are not rounded there.
         round_rows(torch.zeros(4, config["hidden_size"], dtype=torch.bfloat16))
+    for rows in (1, 7):
+        compile_sampling(rows, config["vocab_size"])
     needed = len(compiling.kernels)
     for plan in random_steps(steps):
         runner.step(plan)
     return len(compiling.kernels) - needed
+
+
+def compile_sampling(rows: int, vocab: int) -> None:
+    """Compile the kernel that draws a token for each row."""
+    draws = SamplingBatch.of([(1.0, 0, 0.9, 0.0, 0.5)] * rows)
+    sample(torch.zeros(rows, vocab), *sampling_parameters(draws, torch.device("cpu")))
 
 
 def main() -> None:

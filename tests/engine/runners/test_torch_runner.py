@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import load_oracle, rewrite_config
 from plan_builder import PlanBuilder, oracle_logits, random_tokens, run, run_in_chunks
+from random_draws import random_draws
 from safetensors.torch import load_file, save_file
 from torch_cases import (
     ATOL,
@@ -31,9 +32,11 @@ from torch_cases import (
 from neso.engine.client.llm import LLM
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.runner_options import UnsupportedOption
+from neso.engine.runners.torch import sampling, triton_sampling
 from neso.engine.runners.torch.decode_graphs import BATCH_SIZES, DecodeGraphs
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.runners.torch.weights import MLP, DenseLinear, Float8Linear, Linear
+from neso.engine.sampling.token_sampling import INVALID_TOKEN, SamplingBatch, choose
 from neso.generation import SamplingParams
 
 Factory = Callable[..., Path]
@@ -55,6 +58,44 @@ class TestUncapturedGraphs(GraphCases):
 
 class TestSampling(SamplingCases):
     pass
+
+
+@pytest.mark.parametrize("spread", [0.1, 5.0])
+def test_nucleus_beyond_the_ordered_candidates_equals_numpy(
+    monkeypatch: pytest.MonkeyPatch, spread: float
+) -> None:
+    monkeypatch.setattr(sampling, "_NUM_CANDIDATES", 8)
+    rng = np.random.default_rng(5)
+    logits = (rng.standard_normal((40, 384)) * spread).astype(np.float32)
+    draws = random_draws(rng, 40, temperature=1.0)
+    found = sampling.choose(torch.from_numpy(logits), draws).numpy()
+    np.testing.assert_array_equal(found, choose(logits, draws))
+
+
+@interpreted
+def test_sampling_kernel_equals_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_sampling, "_BLOCK", 128)
+    rng = np.random.default_rng(6)
+    logits = (np.round(rng.standard_normal((10, 300)) * 16) / 8).astype(np.float32)
+    logits[0, 7], logits[1] = np.nan, -np.inf
+    filters = [
+        (1.0, 0, 0.9, 0.0),
+        (0.0, 0, 1.0, 0.0),
+        (0.0, 3, 0.5, 0.1),
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 20, 1.0, 0.0),
+        (2.0, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (1.5, 40, 0.6, 0.01),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, 1000, 0.999, 0.0),
+    ]
+    draws = SamplingBatch.of([(*row, uniform) for row, uniform in zip(filters, rng.random(10), strict=True)])
+    found = triton_sampling.sample(
+        torch.from_numpy(logits), *sampling.sampling_parameters(draws, CPU)
+    ).numpy()
+    np.testing.assert_array_equal(found, choose(logits, draws))
+    assert found[:2].tolist() == [INVALID_TOKEN] * 2
 
 
 class TestDeviceLogits(DeviceLogitsCases):

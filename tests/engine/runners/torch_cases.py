@@ -417,6 +417,16 @@ class SamplingCases:
         np.testing.assert_array_equal(found[::2], logits[::2].argmax(axis=1))
         np.testing.assert_array_equal(found, choose(logits, draws))
 
+    @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01}], ids=str)
+    def test_rows_with_many_equal_logits_equal_numpy(self, filters: dict[str, float]) -> None:
+        """Logits of bfloat16 are often equal at the edge of a filter."""
+        rng = np.random.default_rng(4)
+        logits = (np.round(rng.standard_normal((12, 384)) * 8) / 4).astype(np.float32)
+        draws = random_draws(
+            rng, 12, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0, **filters}
+        )
+        np.testing.assert_array_equal(self.choose(logits, draws), choose(logits, draws))
+
     def choose(self, logits: np.ndarray, draws: SamplingBatch) -> np.ndarray:
         return choose_on_device(torch.from_numpy(logits).to(self.device_type), draws).cpu().numpy()
 

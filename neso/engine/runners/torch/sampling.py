@@ -6,17 +6,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neso.engine.runners.torch.step_inputs import send
+from neso.engine.runners.torch.step_inputs import send, send_together
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, RowMasks, SamplingBatch
 
 
 def choose(logits: Tensor, draws: SamplingBatch) -> Tensor:
     """Draw a token for each row of float32[R, V]; returns int32[R] on the device, INVALID_TOKEN if none is possible.
 
-    Masks change the logits in place.
+    Masks change the logits in place. Does not wait for a GPU.
     """
     if draws.masks is not None:
         _mask(logits, draws.masks)
+    if logits.device.type == "cuda" and (draws.temperature > 0).any():
+        from neso.engine.runners.torch.triton_sampling import sample
+
+        return sample(logits, *sampling_parameters(draws, logits.device))
     tokens = logits.argmax(dim=1)
     # argmax of a row with NaN is the NaN's index, so checking the chosen logit detects such rows.
     broken = ~(logits.gather(1, tokens[:, None])[:, 0] > -torch.inf)
@@ -26,6 +30,14 @@ def choose(logits: Tensor, draws: SamplingBatch) -> Tensor:
         rows = send(random, logits.device)
         tokens[rows] = _draw(_kept(_exponentials(logits[rows], chosen), chosen), chosen)
     return torch.where(broken, INVALID_TOKEN, tokens).int()
+
+
+def sampling_parameters(draws: SamplingBatch, device: torch.device) -> tuple[Tensor, ...]:
+    """Copy temperature, top_k, top_p, min_p and uniforms [R] to the device in one transfer."""
+    columns = (draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniforms)
+    sent = send_together([column.view(np.int32) for column in columns], device)
+    kinds = (torch.float32, torch.int32, torch.float32, torch.float32, torch.float64)
+    return tuple(values.view(kind) for values, kind in zip(sent, kinds, strict=True))
 
 
 def _mask(logits: Tensor, masks: RowMasks) -> None:
@@ -42,21 +54,57 @@ def _exponentials(logits: Tensor, draws: SamplingBatch) -> Tensor:
     return ((logits - logits.amax(dim=1, keepdim=True)) * (1 / temperature)[:, None]).exp()
 
 
+_NUM_CANDIDATES = 1024
+"""Most likely tokens that are ordered for a row with top-p or min-p; more are ordered only for rows that need them."""
+
+
 def _kept(weights: Tensor, draws: SamplingBatch) -> Tensor:
     """Set the weights excluded by top-k, then top-p, then min-p to 0; see `token_sampling.filter_weights`."""
-    if not (draws.top_k.any() or (draws.top_p < 1).any() or draws.min_p.any()):
+    vocab = weights.shape[1]
+    limited = (draws.top_k > 0) & (draws.top_k < vocab)
+    filtered = limited | (draws.top_p < 1) | (draws.min_p > 0)
+    if not filtered.any():
         return weights
+    count = int(draws.top_k[limited].max(initial=0))
+    if not limited[filtered].all():
+        count = max(count, _NUM_CANDIDATES)
+    threshold, ties, complete = _thresholds(weights, min(count, vocab), draws)
+    short = np.flatnonzero(filtered & ~complete.numpy())
+    if len(short):
+        rows = torch.from_numpy(short)
+        threshold[rows], ties[rows], _ = _thresholds(weights[rows], vocab, draws.rows(short))
+    threshold[torch.from_numpy(~filtered)] = 0.0
+    equal = weights == threshold
+    kept = weights >= threshold
+    # Where not all ties are kept, the first ones are.
+    split = torch.from_numpy(np.flatnonzero(filtered & (equal.sum(dim=1) > ties).numpy()))
+    if len(split):
+        extra = equal[split] & (equal[split].cumsum(dim=1, dtype=torch.int32) > ties[split, None])
+        kept[split] &= ~extra
+    return weights.masked_fill(~kept, 0)
+
+
+def _thresholds(weights: Tensor, count: int, draws: SamplingBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the kept weights among the `count` largest of each row.
+
+    Returns the smallest kept weight float32[R, 1], how many of the weights that equal it are kept int64[R], and whether
+    no smaller weight could be kept bool[R].
+    """
     device, vocab = weights.device, weights.shape[1]
-    top_k = send(np.where(draws.top_k > 0, draws.top_k, vocab), device)
+    top_k = send(np.where(draws.top_k > 0, draws.top_k, vocab), device)[:, None]
     top_p = send(draws.top_p, device).double()[:, None]
-    min_p = send(draws.min_p, device)
-    ordered, order = weights.sort(dim=1, descending=True, stable=True)
-    in_top_k = torch.arange(vocab, device=device) < top_k[:, None]
+    min_p = send(draws.min_p, device)[:, None]
+    ordered = weights.topk(count, dim=1).values
+    in_top_k = torch.arange(count, device=device) < top_k
     mass = ordered.masked_fill(~in_top_k, 0).cumsum(dim=1, dtype=torch.float64)
-    in_top_p = (mass - ordered < top_p * mass[:, -1:]) | (top_p >= 1)
-    keep = in_top_k & in_top_p & (ordered >= min_p[:, None] * ordered[:, :1])
+    total = torch.where(top_k <= count, mass[:, -1:], weights.sum(dim=1, keepdim=True, dtype=torch.float64))
+    in_top_p = (mass - ordered < top_p * total) | (top_p >= 1)
+    keep = in_top_k & in_top_p & (ordered >= min_p * ordered[:, :1])
     keep[:, 0] = True
-    return torch.zeros_like(weights).scatter_(1, order, ordered.masked_fill(~keep, 0))
+    last = keep.sum(dim=1, keepdim=True) - 1
+    threshold = ordered.gather(1, last)
+    ties = (keep & (ordered == threshold)).sum(dim=1)
+    return threshold, ties, (last < count - 1)[:, 0] | (top_k <= count)[:, 0] | (count == vocab)
 
 
 def _draw(weights: Tensor, draws: SamplingBatch) -> Tensor:
