@@ -24,6 +24,7 @@ _EXTRAS = {
     "vllm": ("vllm", "vLLM backend"),
     "onnxruntime": ("onnx", "ONNX Runtime backend"),
     "openvino": ("openvino", "OpenVINO backend"),
+    "tensorflow": ("tensorflow", "TensorFlow backend"),
     "PIL": ("vision", "images in prompts"),
     "mpi4py": ("mpi", "ranks of one model by MPI"),
     "opentelemetry": ("otel", "OpenTelemetry traces"),

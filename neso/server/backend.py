@@ -40,10 +40,17 @@ BUILTIN = {
     "openvino": "neso.backends.openvino.backend:OpenVinoBackend",
     "python": "neso.backends.python.backend:PythonBackend",
     "pytorch": "neso.backends.pytorch.backend:PyTorchBackend",
+    "tensorflow": "neso.backends.tensorflow.backend:TensorFlowBackend",
     "tensorrtllm": "neso.backends.tensorrtllm.backend:TensorRtLlmBackend",
     "vllm": "neso.backends.vllm.backend:VllmBackend",
 }
-EXTRAS = {"onnxruntime": "onnx", "openvino": "openvino", "pytorch": "torch", "vllm": "vllm"}
+EXTRAS = {
+    "onnxruntime": "onnx",
+    "openvino": "openvino",
+    "pytorch": "torch",
+    "tensorflow": "tensorflow",
+    "vllm": "vllm",
+}
 """Extras of the `neso` package required by backends."""
 ENTRY_POINT_GROUP = "neso.backends"
 TextFields = Callable[["GenerationOutput"], dict[str, Any]]

@@ -27,7 +27,7 @@ PAGES = (
 )
 WHOLE_PAGES = ("guides/perf.md",)
 """Pages with one server for all their sections."""
-OPTIONAL = {"torch", "transformers", "peft", "onnx", "onnxruntime", "openvino", "PIL", "vllm"}
+OPTIONAL = {"torch", "transformers", "peft", "onnx", "onnxruntime", "openvino", "PIL", "tensorflow", "vllm"}
 """Packages without which a section cannot be followed."""
 
 

@@ -147,10 +147,10 @@ async def test_readiness_without_strict_readiness(repository, start_core):
 
 
 async def test_unknown_backends(repository, start_core):
-    (repository.add("other") / "config.pbtxt").write_text('backend: "tensorflow"')
+    (repository.add("other") / "config.pbtxt").write_text('backend: "dali"')
     (repository.add("ensemble") / "config.pbtxt").write_text('platform: "ensemble"')
     core = await start_core()
-    assert "unable to find backend 'tensorflow'" in index_of(core, "other")[0].reason
+    assert "unable to find backend 'dali'" in index_of(core, "other")[0].reason
     assert "ensemble scheduling must be set for ensemble" in index_of(core, "ensemble")[0].reason
 
 

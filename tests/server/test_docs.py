@@ -31,6 +31,7 @@ BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<te
         "guides/onnxruntime-backend.md",
         "guides/openvino-backend.md",
         "guides/pytorch-backend.md",
+        "guides/tensorflow-backend.md",
         "guides/tritonserver-shim.md",
         "guides/tracing.md",
         "guides/speculative-decoding.md",

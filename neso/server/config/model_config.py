@@ -79,6 +79,7 @@ _BACKEND_OF_PLATFORM = {
     "tensorflow_graphdef": "tensorflow",
     "tensorflow_savedmodel": "tensorflow",
 }
+_FILE_OF_PLATFORM = {"tensorflow_graphdef": "model.graphdef", "tensorflow_savedmodel": "model.savedmodel"}
 _PLATFORM_OF_BACKEND = {"onnxruntime": "onnxruntime_onnx", "pytorch": "pytorch_libtorch"}
 
 
@@ -202,8 +203,10 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
     if not config.backend and not is_ensemble(config):
         config.backend = _infer_backend(config, version_directory)
     config.platform = config.platform or _PLATFORM_OF_BACKEND.get(config.backend, "")
-    config.default_model_filename = config.default_model_filename or _find_file(
-        config.backend, version_directory
+    config.default_model_filename = (
+        config.default_model_filename
+        or _FILE_OF_PLATFORM.get(config.platform)
+        or _find_file(config.backend, version_directory)
     )
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
