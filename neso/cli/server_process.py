@@ -37,7 +37,17 @@ from neso.server.shared_counts import SharedCounts
 
 logger = logging.getLogger("neso")
 
-OPENAI_ON_HTTP = ("/v1", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/score", "/rerank")
+OPENAI_ON_HTTP = (
+    "/v1",
+    "/health",
+    "/metrics",
+    "/version",
+    "/tokenize",
+    "/detokenize",
+    "/classify",
+    "/score",
+    "/rerank",
+)
 """Paths of the OpenAI API that the HTTP port also serves, like vLLM's single port."""
 PAGES_ON_HTTP = ("/dashboard", "/static", "/docs", "/openapi.json")
 """Paths of the web pages that the HTTP port also serves."""

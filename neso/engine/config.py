@@ -109,6 +109,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_image_tokens: Annotated[
         int, Meta(description="Maximum number of tokens of an image of a prompt; larger images shrink.")
     ] = 4096
+    classifier_from_token: Annotated[
+        str | None, Meta(description="Classify texts by the next token: 'no,yes' is Qwen3-Reranker's.")
+    ] = None
     grammar_timeout: Annotated[
         float, Meta(description="Seconds that the grammar of a request can take to compile.")
     ] = 10.0

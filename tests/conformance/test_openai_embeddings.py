@@ -14,7 +14,7 @@ from neso.engine.client.llm import LLM
 from neso.generation import PoolingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
-from checkpoints import make_encoder
+from checkpoints import make_checkpoint, make_encoder
 
 TEXTS = ["The quick brown fox", "A server answers requests, and a client waits for them."]
 DOCUMENTS = ["A server answers requests.", "Neso is a moon of Neptune", "def add"]
@@ -26,6 +26,9 @@ def directories(tmp_path_factory):
     return {
         "embedder": make_encoder(root / "embedder", "bert"),
         "reranker": make_encoder(root / "reranker", "xlm-roberta", labels=1),
+        "classifier": make_checkpoint(
+            root / "classifier", "qwen3", labels=3, id2label={0: "good", 1: "bad", 2: "neither"}
+        ),
     }
 
 
@@ -48,7 +51,7 @@ def embedder(directories):
 
 
 def test_models(api):
-    assert [model.id for model in api.models.list()] == ["embedder", "reranker"]
+    assert [model.id for model in api.models.list()] == ["classifier", "embedder", "reranker"]
     assert api.models.retrieve("embedder").max_model_len == 130
 
 
@@ -168,3 +171,39 @@ def test_tensors(encoders, embedder):
     status, reply = encoders.post("/v2/models/embedder/generate", body)
     assert status == 200
     np.testing.assert_allclose(reply["embedding"], embedder.embed(TEXTS[0])[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
+def test_classify(encoders, directories, path):
+    llm = LLM(directories["classifier"])
+    expected = llm.classify(TEXTS)
+    status, reply = encoders.post(path, {"model": "classifier", "input": TEXTS}, "openai")
+    assert status == 200 and reply["id"].startswith("classify-")
+    assert [entry["index"] for entry in reply["data"]] == [0, 1]
+    for entry, probabilities in zip(reply["data"], expected, strict=True):
+        np.testing.assert_allclose(entry["probs"], probabilities, atol=1e-5)
+        assert entry["label"] == ("good", "bad", "neither")[int(np.argmax(probabilities))]
+        assert entry["num_classes"] == 3
+    assert reply["usage"]["prompt_tokens"] == sum(len(llm.tokenizer.encode(text)) for text in TEXTS)
+
+
+def test_classify_returns_logits(encoders, directories):
+    ids = LLM(directories["classifier"]).tokenizer.encode(TEXTS[0])
+    for field in ("activation", "use_activation"):
+        body = {"model": "classifier", "input": ids, field: False}
+        status, reply = encoders.post("/classify", body, "openai")
+        assert status == 200 and abs(sum(reply["data"][0]["probs"]) - 1) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "status", "message"),
+    [
+        ("embedder", "text", 400, "no classifier"),
+        ("classifier", [], 400, "must not be empty"),
+        ("classifier", "word " * 600, 400, "at most"),
+        ("unknown", "text", 404, "unknown"),
+    ],
+)
+def test_classify_errors(encoders, model, given, status, message):
+    found, reply = encoders.post("/classify", {"model": model, "input": given}, "openai")
+    assert found == status and message in reply["error"]["message"]

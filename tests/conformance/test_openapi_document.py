@@ -35,6 +35,8 @@ CHECKS = [
 ]
 MODELS = {
     "/v1/embeddings": "embedder",
+    "/classify": "reranker",
+    "/v1/classify": "reranker",
     "/v1/score": "reranker",
     "/score": "reranker",
     "/v1/rerank": "reranker",

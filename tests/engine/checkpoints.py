@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB_SIZE = 384
 BOS, EOS, PAD = 0, 1, 2
@@ -88,10 +93,11 @@ def make_checkpoint(
     *,
     dtype: str = "float32",
     max_shard_size: str | None = None,
+    labels: int = 0,
     seed: int = 0,
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint with a tokenizer into `directory` and return it.
+    """Write a checkpoint with a tokenizer into `directory` and return it; with `labels`, a classifier.
 
     - arch: one of `ARCHITECTURES`
     - dtype: of the weights on disk: "float32", "bfloat16" or "float16"
@@ -100,7 +106,10 @@ def make_checkpoint(
     """
     fields = {**SHAPE, **ARCHITECTURES[arch], **overrides}
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(arch, **fields))
+    factory = AutoModelForCausalLM
+    if labels:
+        factory, fields = AutoModelForSequenceClassification, {"num_labels": labels, **fields}
+    model = factory.from_config(AutoConfig.for_model(arch, **fields))
     randomize(model)
     model.to(getattr(torch, dtype))
     sharding = {"max_shard_size": max_shard_size} if max_shard_size else {}
@@ -196,7 +205,7 @@ def make_encoder(
     **overrides: Any,
 ) -> Path:
     """Write an encoder with a tokenizer into `directory` and return it; with `labels`, a classifier."""
-    from transformers import AutoModel, AutoModelForSequenceClassification
+    from transformers import AutoModel
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(arch, **{**ENCODER_SHAPE, **ENCODERS[arch], **overrides})

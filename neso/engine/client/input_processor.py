@@ -180,8 +180,10 @@ class InputProcessor:
             raise InvalidParameter(
                 "dimensions", f"is {params.dimensions}, embeddings of this model have {pooling.dimensions}"
             )
-        # The core uses the pooling kind to decide which logits it needs, so the default is resolved here.
-        return msgspec.structs.replace(params, pooling=params.pooling or pooling.kind)
+        # The core uses the pooling kind to decide which logits it needs, so the default is resolved here. The
+        # classifier of a decoder reads the last token; that of an encoder has a pooling of its own.
+        kind = "last" if params.task == "classify" else params.pooling or pooling.kind
+        return msgspec.structs.replace(params, pooling=kind)
 
     def _pooling_tokens(self, request: PoolingRequest) -> tuple[list[int], list[int]]:
         """Return token ids and token types."""

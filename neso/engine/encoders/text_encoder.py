@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.pooling.pooler import class_probabilities
 from neso.engine.runners.base import LayerStack
 from neso.engine.runners.numpy_layers import ACTIVATIONS, layer_norm, linear
 from neso.engine.runners.runner_options import RunnerOptions
@@ -57,13 +58,8 @@ class Classifier:
         return logits
 
     def activate(self, logits: Float32Array) -> Float32Array:
-        """Return probabilities float32[labels]: sigmoid for one label or multi-label models, otherwise softmax."""
-        if self.spec.multi_label or len(self.spec.labels) == 1:
-            sigmoid: Float32Array = np.float32(1) / (np.float32(1) + np.exp(-logits))
-            return sigmoid
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        probabilities: Float32Array = weights / weights.sum(axis=-1, keepdims=True)
-        return probabilities
+        """Return probabilities float32[labels], see `class_probabilities`."""
+        return class_probabilities(logits, multi_label=self.spec.multi_label)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +30,8 @@ from neso.engine.logits_processors.processor import (
 from neso.engine.loop.engine_core import EngineCore
 from neso.engine.lora.config import LoraConfig
 from neso.engine.lora.startup import open_adapters
-from neso.engine.pooling.pooler import Pooler
+from neso.engine.pooling.decoder_classifier import classifier_of_tokens, read_head
+from neso.engine.pooling.pooler import DecoderClassifier, Pooler
 from neso.engine.pooling.sentence_transformers import max_tokens, read_pooler
 from neso.engine.runners.base import CacheLayout, Runner
 from neso.engine.runners.registry import layer_stack_class, open_model
@@ -37,7 +39,7 @@ from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.spec_decode.loader import load_draft_runner, make_speculation
 from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.specs.encoder_spec import EncoderSpec
-from neso.engine.specs.registry import encoder_spec, has_head
+from neso.engine.specs.registry import decoder_spec, encoder_spec, has_head
 from neso.engine.specs.vision_spec import VisionSpec, language_config, vision_spec
 from neso.engine.vision.image_encoder import ImageEncoder
 from neso.engine.vision.image_processor import ImageLimits, VisionInfo, read_processor
@@ -47,7 +49,7 @@ from neso.engine.weights.files import read_json_object
 from neso.engine.weights.hub import ModelNotFound, resolve_model
 from neso.engine.weights.source import CheckpointError, TensorSource
 from neso.generation import InvalidParameter, SamplingDefaults
-from neso.generation.pooling import PoolingInfo
+from neso.generation.pooling import PoolingInfo, PoolingTask
 from neso.generation.sampling_params import (
     AUTO,
     DEFAULT_NAMES,
@@ -103,6 +105,7 @@ def load_engine(
             text_config = language_config(source.config)
             runner = open_model(source, config.runner, options, check_length, text_config)
             images = None if tower is None else _load_images(config, tower, source, runner)
+            pooler = replace(pooler, classifier=_load_classifier(config, text_config, source, runner))
     except (CheckpointError, UnsupportedModel, ValueError) as error:
         raise EngineError(str(error)) from None
     if ranks is not None:
@@ -239,6 +242,15 @@ def _load_images(
     return ImageEncoder(tower)
 
 
+def _load_classifier(
+    config: EngineConfig, text_config: Mapping[str, Any], source: TensorSource, runner: Runner
+) -> DecoderClassifier | None:
+    if config.classifier_from_token is None:
+        return read_head(source, runner.hidden_size)
+    spec = decoder_spec(text_config)
+    return classifier_of_tokens(config.classifier_from_token, spec, source, Path(config.tokenizer_path))
+
+
 def _vision_info(spec: VisionSpec) -> VisionInfo:
     return VisionInfo(spec.image_token_id, spec.layout, spec.tower.image_size, spec.tokens_per_tile)
 
@@ -246,8 +258,11 @@ def _vision_info(spec: VisionSpec) -> VisionInfo:
 def _pooling_info(runner: Runner, pooler: Pooler) -> PoolingInfo | None:
     if "hidden_states" not in runner.capabilities:
         return None
+    classifier = pooler.classifier
+    tasks: frozenset[PoolingTask] = frozenset({"embed"} if classifier is None else {"embed", "classify"})
+    labels = [] if classifier is None else list(classifier.labels)
     return PoolingInfo(
-        tasks=frozenset({"embed"}), dimensions=pooler.dimensions(runner.hidden_size), kind=pooler.kind
+        tasks=tasks, dimensions=pooler.dimensions(runner.hidden_size), kind=pooler.kind, labels=labels
     )
 
 

@@ -39,13 +39,42 @@ class DenseLayer:
         return np.tanh(y) if self.activation == "tanh" else y
 
 
+def class_probabilities(logits: Float32Array, *, multi_label: bool) -> Float32Array:
+    """Return probabilities float32[labels]: sigmoid for one label or multi-label models, otherwise softmax."""
+    if multi_label or len(logits) == 1:
+        sigmoid: Float32Array = np.float32(1) / (np.float32(1) + np.exp(-logits))
+        return sigmoid
+    weights = np.exp(logits - logits.max())
+    probabilities: Float32Array = weights / weights.sum()
+    return probabilities
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderClassifier:
+    """logits = weight . x, for the final hidden state x of a text's last token. weight float32[labels, hidden]."""
+
+    labels: tuple[str, ...]
+    multi_label: bool
+    weight: Float32Array
+
+    def logits(self, hidden: Float32Array) -> Float32Array:
+        """Return float32[labels] for float32[hidden]."""
+        logits: Float32Array = self.weight @ hidden
+        return logits
+
+
 @dataclass(frozen=True, slots=True)
 class Pooler:
-    """Pooling settings of a model: the defaults of `PoolingParams`, and dense layers applied after pooling."""
+    """Pooling settings of a model: the defaults of `PoolingParams`, and what is applied to a pooled vector.
+
+    - dense: layers of embeddings
+    - classifier: of a decoder
+    """
 
     kind: PoolingKind
     normalize: bool = True
     dense: tuple[DenseLayer, ...] = field(default=())
+    classifier: DecoderClassifier | None = None
 
     def kind_for(self, params: PoolingParams) -> PoolingKind:
         return params.pooling or self.kind
@@ -55,7 +84,16 @@ class Pooler:
         return len(self.dense[-1].weight) if self.dense else hidden_size
 
     def finish(self, pooled: Float32Array, params: PoolingParams) -> Float32Array:
-        """Return the embedding for a pooled vector float32[hidden]: apply the dense layers, truncate, normalize."""
+        """Return the result for a pooled vector float32[hidden].
+
+        The output of the classifier, or an embedding: apply the dense layers, truncate, normalize.
+        """
+        if params.task == "classify":
+            assert self.classifier is not None
+            logits = self.classifier.logits(pooled)
+            if not params.activation:
+                return logits
+            return class_probabilities(logits, multi_label=self.classifier.multi_label)
         for layer in self.dense:
             pooled = layer(pooled)
         if params.dimensions is not None:

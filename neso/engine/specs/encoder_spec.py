@@ -151,18 +151,30 @@ def read_classifier(
     config: ConfigReader, dense: str, out: str, activation: EncoderActivation | Literal["tanh"] = "tanh"
 ) -> ClassifierSpec | None:
     """Return the classifier of a "...ForSequenceClassification" architecture; None for other architectures."""
-    architectures = config.value("architectures") or []
-    if not any(str(name).endswith("ForSequenceClassification") for name in architectures):
+    if not is_classifier(config):
         return None
-    names = config.value("id2label")
-    if isinstance(names, dict) and names:
-        labels = tuple(str(label) for _, label in sorted(names.items(), key=lambda item: int(item[0])))
-    else:
-        labels = tuple(f"LABEL_{i}" for i in range(config.integer("num_labels", 2)))  # Hugging Face's default
     return ClassifierSpec(
         dense=dense,
         out=out,
         activation=activation,
-        labels=labels,
-        multi_label=config.value("problem_type") == "multi_label_classification",
+        labels=read_labels(config),
+        multi_label=is_multi_label(config),
     )
+
+
+def is_classifier(config: ConfigReader) -> bool:
+    architectures = config.value("architectures") or []
+    return any(str(name).endswith("ForSequenceClassification") for name in architectures)
+
+
+def read_labels(config: ConfigReader) -> tuple[str, ...]:
+    """Return the names of a classifier's classes, in the order of its outputs."""
+    names = config.value("id2label")
+    if isinstance(names, dict) and names:
+        return tuple(str(label) for _, label in sorted(names.items(), key=lambda item: int(item[0])))
+    return tuple(f"LABEL_{i}" for i in range(config.integer("num_labels", 2)))  # Hugging Face's default
+
+
+def is_multi_label(config: ConfigReader) -> bool:
+    """Whether several classes can apply to a text, so that each has a probability of its own."""
+    return bool(config.value("problem_type") == "multi_label_classification")

@@ -66,6 +66,9 @@ ENCODER_ARCHITECTURES = {
 }
 """Architecture to "module.function" in neso/engine/specs/families."""
 
+_WITHOUT_HEAD = ("Model", "ForSequenceClassification")
+"""How the names of decoders without LM head end."""
+
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """Return the spec of the decoder described by a config.json.
@@ -94,14 +97,17 @@ def encoder_spec(config: Mapping[str, Any]) -> EncoderSpec | None:
 
 
 def has_head(config: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint has an LM head; "MistralModel", for example, has only layers, for embeddings."""
+    """Whether the checkpoint has an LM head.
+
+    "MistralModel" has only layers, for embeddings, and "MistralForSequenceClassification" a classifier.
+    """
     listed = config.get("architectures")
     name = str(listed[0]) if isinstance(listed, list) and listed else ""
-    return name.endswith("LMHeadModel") or not name.endswith("Model")
+    return name.endswith("LMHeadModel") or not name.endswith(_WITHOUT_HEAD)
 
 
 def is_embedding_model(checkpoint: Path | str) -> bool:
-    """Whether a directory holds an encoder or a decoder without LM head; False if it is not a checkpoint directory."""
+    """Whether a directory holds an encoder, or a decoder without LM head; False if it is not a checkpoint directory."""
     try:
         config = json.loads((Path(checkpoint) / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -125,8 +131,11 @@ def _architecture(config: ConfigReader) -> str:
     else:
         model_type = config.string("model_type")
         name = MODEL_TYPES.get(model_type, model_type)
-    if name not in ARCHITECTURES and name.endswith("Model"):
-        name = name.removesuffix("Model") + "ForCausalLM"
+    for suffix in _WITHOUT_HEAD:
+        if name not in ARCHITECTURES and name.endswith(suffix):
+            family = name.removesuffix(suffix)
+            lm_head = f"{family}LMHeadModel"
+            name = lm_head if lm_head in ARCHITECTURES else f"{family}ForCausalLM"
     if name not in ARCHITECTURES:
         raise UnsupportedModel(
             f"architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"

@@ -83,6 +83,12 @@ class ResolvedPoolingModel:
             report(sum(output.num_prompt_tokens for output in pooled))
         return pooled
 
+    def label(self, index: int) -> str:
+        """Return the name of a class; Hugging Face's default if the model has none."""
+        info = self.pooling_model.pooling
+        labels = [] if info is None else info.labels
+        return labels[index] if index < len(labels) else f"LABEL_{index}"
+
 
 @dataclass(frozen=True, slots=True)
 class Adapter:

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, `/v1/score`, `/v1/rerank` and `/v1/ranking`."""
+"""`POST /v1/embeddings`, `/classify`, `/v1/score`, `/v1/rerank` and `/v1/ranking`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import NotRequired, TypedDict
 
 from neso.frontends.openai.errors import invalid, to_api_error
-from neso.frontends.openai.model_resolver import ModelResolver
+from neso.frontends.openai.model_resolver import ModelResolver, ResolvedPoolingModel
 from neso.frontends.openai.request_params import MAX_PROMPTS
 from neso.frontends.openai.routing import RequestContext, operation
 from neso.frontends.openai.schemas import FailFastList, Integer, TokenIds, open_object
@@ -35,13 +35,21 @@ class PoolingFields(BaseModel):
     priority: Integer | None = Field(None, description="Extension: lower is scheduled first.")
 
 
-class EmbeddingRequest(PoolingFields):
-    """The body of `POST /v1/embeddings`."""
+class TextsRequest(PoolingFields):
+    """A request with one or several texts."""
 
     input: Annotated[
         str | TokenIds | FailFastList[str] | FailFastList[TokenIds],
         Field(union_mode="left_to_right", description="One or several texts, as text or token ids."),
     ]
+    add_special_tokens: bool | None = Field(
+        None, description="Extension: add the tokenizer's special tokens."
+    )
+
+
+class EmbeddingRequest(TextsRequest):
+    """The body of `POST /v1/embeddings`."""
+
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Integer | None = Field(
         None, description="Truncate the embeddings, for models trained for it (Matryoshka)."
@@ -49,9 +57,13 @@ class EmbeddingRequest(PoolingFields):
     normalize: bool | None = Field(
         None, description="Extension: scale to unit length; default: the model's setting."
     )
-    add_special_tokens: bool | None = Field(
-        None, description="Extension: add the tokenizer's special tokens."
-    )
+
+
+class ClassifyRequest(TextsRequest):
+    """The body of `POST /classify`, as of vLLM."""
+
+    activation: bool | None = Field(None, description="Extension: false returns logits.")
+    use_activation: bool | None = Field(None, description="vLLM's name of `activation`.")
 
 
 class ScoreRequest(PoolingFields):
@@ -121,6 +133,28 @@ class EmbeddingResponse(TypedDict):
     created: int
     model: str
     data: list[EmbeddingObject]
+    usage: PoolingUsage
+
+
+@open_object
+class ClassifiedText(TypedDict):
+    """The classes of one text."""
+
+    index: int
+    label: Annotated[str, Field(description="The most probable class.")]
+    probs: Annotated[list[float], Field(description="One probability per class; one for a reranker.")]
+    num_classes: int
+
+
+@open_object
+class ClassifyResponse(TypedDict):
+    """The response of `POST /classify`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassifiedText]
     usage: PoolingUsage
 
 
@@ -201,22 +235,7 @@ class PoolingApi:
         """Create embeddings."""
         model = self._resolver.find_pooling(request.model)
         params = PoolingParams(dimensions=request.dimensions, normalize=request.normalize)
-        requests = [
-            PoolingRequest(
-                prompt,
-                params,
-                priority=request.priority or 0,
-                add_special_tokens=request.add_special_tokens is not False,
-                truncate_prompt_tokens=request.truncate_prompt_tokens,
-            )
-            for prompt in _inputs(request)
-        ]
-        try:
-            pooled = await model.pool(requests)
-        except InvalidParameter as error:
-            if error.field == "prompt":
-                raise invalid("input", f"Invalid 'input': {error.message}") from None
-            raise to_api_error(error) from None
+        pooled = await _pool(model, request, params)
         as_base64 = request.encoding_format == "base64"
         return {
             "id": f"embd-{uuid.uuid4().hex}",
@@ -225,6 +244,38 @@ class PoolingApi:
             "model": request.model,
             "data": [
                 {"object": "embedding", "index": index, "embedding": _encode(output, as_base64=as_base64)}
+                for index, output in enumerate(pooled)
+            ],
+            "usage": _usage(pooled),
+        }
+
+    @operation(
+        "POST",
+        "/classify",
+        "/v1/classify",  # SGLang's path
+        tag=_TAG,
+        request=ClassifyRequest,
+        response=ClassifyResponse,
+        examples={"texts": {"model": "a-classifier", "input": ["One text.", "Another."]}},
+        cancellable=True,
+    )
+    async def classify(self, request: ClassifyRequest, context: RequestContext) -> ClassifyResponse:
+        """Classify texts."""
+        model = self._resolver.find_pooling(request.model)
+        activation = request.activation is not False and request.use_activation is not False
+        pooled = await _pool(model, request, PoolingParams(task="classify", activation=activation))
+        return {
+            "id": f"classify-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": request.model,
+            "data": [
+                {
+                    "index": index,
+                    "label": model.label(int(np.argmax(output.values))),
+                    "probs": output.values.tolist(),
+                    "num_classes": len(output.values),
+                }
                 for index, output in enumerate(pooled)
             ],
             "usage": _usage(pooled),
@@ -358,7 +409,29 @@ class PoolingApi:
         return scoring.scores(pooled), pooled
 
 
-def _inputs(request: EmbeddingRequest) -> list[str | list[int]]:
+async def _pool(
+    model: ResolvedPoolingModel, request: TextsRequest, params: PoolingParams
+) -> list[PooledOutput]:
+    """Return the results of the texts. Raises `ApiError`."""
+    requests = [
+        PoolingRequest(
+            prompt,
+            params,
+            priority=request.priority or 0,
+            add_special_tokens=request.add_special_tokens is not False,
+            truncate_prompt_tokens=request.truncate_prompt_tokens,
+        )
+        for prompt in _inputs(request)
+    ]
+    try:
+        return await model.pool(requests)
+    except InvalidParameter as error:
+        if error.field == "prompt":
+            raise invalid("input", f"Invalid 'input': {error.message}") from None
+        raise to_api_error(error) from None
+
+
+def _inputs(request: TextsRequest) -> list[str | list[int]]:
     given = request.input
     inputs: list[Any]
     if isinstance(given, str) or (given and isinstance(given[0], int)):
