@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_process import ServerProcess
@@ -13,6 +15,7 @@ from neso.engine.client.llm import LLM
 from neso.models import SHIPPED_MODELS
 
 PILOT = SHIPPED_MODELS["neso-pilot"]
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,3 +44,48 @@ def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
 def llm() -> LLM:
     """The same model in this process, as the token-by-token reference."""
     return LLM(PILOT)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium. Of the module's scope, because playwright runs an event loop."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    executable = next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+    if executable is None:
+        pytest.skip("Chromium is not installed")
+    with playwright.sync_playwright() as running:
+        chromium = running.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Any]:
+    """`open_page(address, **context options)`. Errors of the pages fail the test, except `allowed` console texts."""
+    contexts: list[Any] = []
+    errors: list[str] = []
+    origins: set[str] = set()
+
+    def open_page(address: str, allowed: tuple[str, ...] = (), **options: Any) -> Any:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        context.set_default_timeout(60_000)
+        contexts.append(context)
+        page = context.new_page()
+
+        def on_console(message: Any) -> None:
+            if message.type in ("error", "warning") and not any(part in message.text for part in allowed):
+                errors.append(message.text)
+
+        page.on("console", on_console)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: origins.add("/".join(request.url.split("/")[:3])))
+        page.goto(address)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert errors == []
+    assert len({origin for origin in origins if not origin.startswith("data:")}) <= 1, (
+        "no request to other hosts"
+    )

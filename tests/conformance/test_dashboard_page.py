@@ -12,6 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dashboard_browser import (
+    answer_with,
+    finished,
+    further_fields,
+    playground,
+    reply,
+    send,
+    stream_of,
+)
 from eventually import wait_until
 from server_process import ServerProcess
 from step_pace import slow_environment
@@ -19,16 +28,8 @@ from step_pace import slow_environment
 from neso.models import SHIPPED_MODELS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 expect = playwright.expect
-
-PATIENCE = 60_000
-expect.set_options(timeout=PATIENCE)
 TEXT_MODELS = Path(__file__).parent / "repositories" / "text_models"
 LONG = {"max_tokens": 1500, "ignore_eos": True}
 
@@ -52,74 +53,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     ) as process:
         assert process.ports, process.output
         yield process
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as running:
-        chromium = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Any]:
-    """`open_page(address, **context options)`. Errors of the pages fail the test, except `allowed` console texts."""
-    contexts: list[Any] = []
-    errors: list[str] = []
-    origins: set[str] = set()
-
-    def open_page(address: str, allowed: tuple[str, ...] = (), **options: Any) -> Any:
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        context.set_default_timeout(PATIENCE)
-        contexts.append(context)
-        page = context.new_page()
-
-        def on_console(message: Any) -> None:
-            if message.type in ("error", "warning") and not any(part in message.text for part in allowed):
-                errors.append(message.text)
-
-        page.on("console", on_console)
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda request: origins.add("/".join(request.url.split("/")[:3])))
-        page.goto(address)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert errors == []
-    assert len({origin for origin in origins if not origin.startswith("data:")}) <= 1, (
-        "no request to other hosts"
-    )
-
-
-def playground(open_page: Any, served: ServerProcess, protocol: str = "openai", **options: Any) -> Any:
-    page = open_page(served.url("/#/playground", protocol), **options)
-    expect(page.get_by_role("heading", name="Chat with")).to_be_visible()
-    return page
-
-
-def send(page: Any, text: str) -> None:
-    box = page.get_by_label("Message", exact=True)
-    box.fill(text)
-    box.press("Enter")
-
-
-def further_fields(page: Any, fields: dict[str, Any]) -> None:
-    page.get_by_text("Further fields").click()
-    page.get_by_label("JSON object, added to the request").fill(json.dumps(fields))
-
-
-def reply(page: Any, index: int = -1) -> Any:
-    return page.locator(".message.assistant").nth(index)
-
-
-def finished(page: Any, index: int = -1) -> Any:
-    """The last line of an answer, which is shown when it is complete."""
-    summary = reply(page, index).locator(".summary")
-    expect(summary).to_be_visible()
-    return summary
 
 
 @pytest.mark.parametrize("protocol", ["http", "openai"])
@@ -270,26 +203,6 @@ def test_completion_and_embeddings(open_page: Any, served: ServerProcess) -> Non
     page.get_by_role("button", name="Embed", exact=True).click()
     expect(page.get_by_text("3 vectors of")).to_be_visible()
     assert page.locator("td.number", has_text="1.000").count() >= 3
-
-
-def stream_of(*deltas: dict[str, Any], finish: str = "stop") -> str:
-    """Return a stream as a server sends it."""
-    choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
-    choices[-1]["finish_reason"] = finish
-    events = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
-    return "".join([*events, "data: [DONE]\n\n"])
-
-
-def answer_with(page: Any, *bodies: str) -> list[dict[str, Any]]:
-    """Answer chats of the page with these streams. Returns the list that receives the requests."""
-    requests: list[dict[str, Any]] = []
-
-    def fulfil(route: Any) -> None:
-        requests.append(route.request.post_data_json)
-        route.fulfill(body=bodies[len(requests) - 1], content_type="text/event-stream")
-
-    page.route("**/v1/chat/completions", fulfil)
-    return requests
 
 
 ATTACKS = """<img src=x onerror="window.attacked = 1"><script>window.attacked = 1</script>

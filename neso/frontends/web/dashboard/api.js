@@ -69,6 +69,10 @@ export function errorMessage(status, text) {
     return text.slice(0, 200) || `The server responded with status ${status}.`;
 }
 
+function connectionLost() {
+    return new ApiError(0, "The connection to the server was lost before the end of the answer.");
+}
+
 /** GET JSON. */
 export async function getJson(path) {
     return (await send(path)).json();
@@ -84,15 +88,23 @@ export async function postJson(path, body, signal) {
     return (await send(path, { body, signal })).json();
 }
 
-/** POST JSON, and yield the data of the server-sent events of the response. An error event throws `ApiError`. */
+/**
+ * POST JSON, and yield the data of the server-sent events of the response until `[DONE]`. An error event and the loss of
+ * the connection throw `ApiError`.
+ */
 export async function* postForEvents(path, body, signal) {
     const response = await send(path, { body, signal });
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
     while (true) {
-        const { value, done } = await reader.read();
-        if (done) {
-            return;
+        let value;
+        try {
+            ({ value } = await reader.read());
+        } catch (error) {
+            throw error.name === "AbortError" ? error : connectionLost();
+        }
+        if (value === undefined) {
+            throw connectionLost();
         }
         const blocks = (rest + value).split("\n\n");
         rest = blocks.pop();

@@ -1,5 +1,6 @@
 // The chat: a conversation with one model, streamed.
 
+import { deleteConversation, keepConversation, listConversations, loadConversation, newId } from "./conversations.js";
 import { STREAM_FIELDS, useGeneration } from "./generation.js";
 import { html, load, save, useEffect, useRef, useState } from "./lib.js";
 import { Message } from "./message.js";
@@ -7,8 +8,8 @@ import { requestFields } from "./settings.js";
 import { tokensOf } from "./tokens.js";
 
 const PATH = "v1/chat/completions";
-const STORAGE_KEY = "neso.chat";
-const SUGGESTIONS = ["What is in-flight batching?", "What does a KV cache store?", "Write a haiku about the moon."];
+const CURRENT = "neso.conversation";
+const SUGGESTIONS = ["What is in-flight batching?", "What can you do?", "Write a haiku about the moon."];
 const MAX_IMAGE_BYTES = 20 << 20;
 
 /** Messages of a request in OpenAI's format. */
@@ -51,7 +52,9 @@ export function addEvent(message, event) {
 }
 
 export function Chat({ model, settings, locked, onAccess, onCode }) {
-    const [messages, setMessages] = useState(() => load(sessionStorage, STORAGE_KEY, []));
+    const [id, setId] = useState(() => load(sessionStorage, CURRENT, null) ?? newId());
+    const [messages, setMessages] = useState(() => loadConversation(id));
+    const [dragging, setDragging] = useState(false);
     const [text, setText] = useState("");
     const [images, setImages] = useState([]);
     const [problem, setProblem] = useState("");
@@ -65,10 +68,8 @@ export function Chat({ model, settings, locked, onAccess, onCode }) {
         }
     }, [messages]);
     useEffect(() => {
-        if (!running) {
-            save(sessionStorage, STORAGE_KEY, messages.length ? messages : null);
-        }
-    }, [messages, running]);
+        save(sessionStorage, CURRENT, id);
+    }, [id]);
 
     const bodyOf = (conversation) => ({
         model: model.name,
@@ -76,19 +77,36 @@ export function Chat({ model, settings, locked, onAccess, onCode }) {
         ...requestFields(settings, "chat"),
         ...STREAM_FIELDS,
     });
-    const run = async (conversation) => {
+    const keep = (conversation) =>
+        setProblem(keepConversation(id, conversation) ? "" : "The browser has no space to keep this conversation.");
+    const open = (name) => {
+        setId(name);
+        setMessages(loadConversation(name));
+        setProblem("");
+        follow.current = true;
+    };
+    /** Request an answer, or the rest of the answer `begun`. */
+    const run = async (conversation, begun = null) => {
         let body;
         try {
-            body = bodyOf(conversation);
+            body = begun
+                ? { ...bodyOf([...conversation, begun]), continue_final_message: true } : bodyOf(conversation);
         } catch (error) {
             setProblem(error.message);
             return;
         }
-        setProblem("");
+        keep(begun ? [...conversation, begun] : conversation);
         follow.current = true;
-        const reply = { role: "assistant", model: model.name, text: "", reasoning: "", calls: [], tokens: [], finish: null };
-        await start(PATH, body, (event) => addEvent(reply, event), (progress) =>
-            setMessages([...conversation, { ...reply, calls: [...reply.calls], tokens: [...reply.tokens], ...progress }]));
+        const reply = {
+            role: "assistant", model: model.name, text: begun?.text ?? "", reasoning: "", calls: [],
+            tokens: [...begun?.tokens ?? []], finish: null,
+        };
+        let shown;
+        await start(PATH, body, (event) => addEvent(reply, event), (progress) => {
+            shown = [...conversation, { ...reply, calls: [...reply.calls], tokens: [...reply.tokens], ...progress }];
+            setMessages(shown);
+        });
+        keep(shown);
     };
     const send = (content = text) => {
         if (!running && !locked && (content.trim() || images.length)) {
@@ -114,38 +132,95 @@ export function Chat({ model, settings, locked, onAccess, onCode }) {
     };
     const addImages = async (files) => {
         const chosen = [...files].filter((file) => file.type.startsWith("image/"));
+        if (model.images === false) {
+            setProblem(`${model.name} takes text only.`);
+            return;
+        }
+        if (chosen.length < files.length) {
+            setProblem("Only images can be added.");
+            return;
+        }
         if (chosen.some((file) => file.size > MAX_IMAGE_BYTES)) {
             setProblem("An image is larger than 20 MB.");
             return;
         }
+        setProblem("");
         const added = await Promise.all(chosen.map(readAsDataUrl));
         setImages((known) => [...known, ...added]);
     };
+    const isFileDrag = (event) => event.dataTransfer.types.includes("Files");
+    const onDragOver = (event) => {
+        if (isFileDrag(event)) {
+            event.preventDefault(); // otherwise the browser opens the file instead of this page
+            setDragging(!locked);
+        }
+    };
+    const onDrop = (event) => {
+        if (isFileDrag(event)) {
+            event.preventDefault();
+            setDragging(false);
+            if (!locked) {
+                addImages(event.dataTransfer.files);
+            }
+        }
+    };
     const last = messages.length - 1;
     return html`
-        <div class="messages" ref=${list} onScroll=${onScroll} role="log" aria-label="Conversation" tabindex="0">
-            ${messages.length === 0 && html`
-                <div class="empty welcome">
-                    <h2>Chat with ${model.name}</h2>
-                    <p>The conversation stays in this tab.</p>
-                    <div class="suggestions">
-                        ${SUGGESTIONS.map((each) => html`
-                            <button type="button" disabled=${locked} onClick=${() => send(each)}>${each}</button>`)}
-                    </div>
-                </div>`}
-            ${messages.map((message, index) => html`
-                <${Message} key=${index} message=${message} streaming=${running && index === last}
-                    idle=${!running} isLast=${index === last}
-                    onEdit=${(edited) => run([...messages.slice(0, index), { ...message, text: edited }])}
-                    onRegenerate=${() => run(messages.slice(0, index))}
-                    onResults=${(results) => run([...messages, ...results])} />`)}
+        <div class="chat ${dragging ? "dragging" : ""}" onDragOver=${onDragOver} onDrop=${onDrop}
+            onDragLeave=${() => setDragging(false)}>
+            <div class="messages" ref=${list} onScroll=${onScroll} role="log" aria-label="Conversation" tabindex="0">
+                ${messages.length === 0 && html`
+                    <div class="empty welcome">
+                        <h2>Chat with ${model.name}</h2>
+                        <div class="suggestions">
+                            ${SUGGESTIONS.map((each) => html`
+                                <button type="button" disabled=${locked} onClick=${() => send(each)}>${each}</button>`)}
+                        </div>
+                        <${Conversations} onOpen=${open} />
+                    </div>`}
+                ${messages.map((message, index) => html`
+                    <${Message} key=${`${id} ${index}`} message=${message} streaming=${running && index === last}
+                        idle=${!running} isLast=${index === last}
+                        onEdit=${(edited) => run([...messages.slice(0, index), { ...message, text: edited }])}
+                        onRegenerate=${() => run(messages.slice(0, index))}
+                        onContinue=${() => run(messages.slice(0, index), message)}
+                        onResults=${(results) => run([...messages, ...results])} />`)}
+            </div>
+            ${problem && html`<p class="banner error" role="alert">${problem}</p>`}
+            <${Composer} text=${text} images=${images} model=${model} running=${running} locked=${locked}
+                onText=${setText} onImages=${addImages}
+                onRemove=${(index) => setImages(images.filter((each, at) => at !== index))}
+                onSend=${send} onStop=${stop} onAccess=${onAccess} onCode=${showCode}
+                onNew=${messages.length > 0 && !running && (() => open(newId()))} />
         </div>
-        ${problem && html`<p class="banner error" role="alert">${problem}</p>`}
-        <${Composer} text=${text} images=${images} model=${model} running=${running} locked=${locked}
-            onText=${setText} onImages=${addImages}
-            onRemove=${(index) => setImages(images.filter((each, at) => at !== index))}
-            onSend=${send} onStop=${stop} onAccess=${onAccess} onCode=${showCode}
-            onClear=${messages.length > 0 && !running && (() => setMessages([]))} />
+    `;
+}
+
+/** The kept conversations. */
+function Conversations({ onOpen }) {
+    const [entries, setEntries] = useState(listConversations);
+    const remove = (id) => {
+        deleteConversation(id);
+        setEntries(listConversations());
+    };
+    if (!entries.length) {
+        return html`<p class="hint">Conversations are kept in this browser only.</p>`;
+    }
+    return html`
+        <section class="conversations" aria-label="Conversations">
+            <header class="section"><h3>Conversations in this browser</h3>
+                <button type="button" class="quiet"
+                    onClick=${() => confirm("Delete all conversations?") && remove(null)}>Delete all</button></header>
+            <ul>
+                ${entries.map(({ id, title, changed }) => html`
+                    <li key=${id}>
+                        <button type="button" class="quiet title" onClick=${() => onOpen(id)}>${title}</button>
+                        <time class="hint">${new Date(changed).toLocaleDateString()}</time>
+                        <button type="button" class="quiet icon" aria-label="Delete ${title}"
+                            onClick=${() => remove(id)}>✕</button>
+                    </li>`)}
+            </ul>
+        </section>
     `;
 }
 
@@ -159,7 +234,7 @@ function readAsDataUrl(file) {
 }
 
 function Composer({
-    text, images, model, running, locked, onText, onImages, onRemove, onSend, onStop, onAccess, onCode, onClear,
+    text, images, model, running, locked, onText, onImages, onRemove, onSend, onStop, onAccess, onCode, onNew,
 }) {
     const area = useRef(null);
     const file = useRef(null);
@@ -180,7 +255,7 @@ function Composer({
         event.target.value = "";
     };
     const acceptsImages = model.images !== false;
-    const onPaste = (event) => acceptsImages && event.clipboardData.files.length && onImages(event.clipboardData.files);
+    const onPaste = (event) => event.clipboardData.files.length && onImages(event.clipboardData.files);
     return html`
         <div class="composer">
             ${images.length > 0 && html`
@@ -198,7 +273,7 @@ function Composer({
                     title=${acceptsImages ? "Add images" : "This model takes text only"}
                     onClick=${() => file.current.click()}>Image</button>
                 <button type="button" class="quiet" onClick=${onCode}>Code</button>
-                ${onClear && html`<button type="button" class="quiet" onClick=${onClear}>New chat</button>`}
+                ${onNew && html`<button type="button" class="quiet" onClick=${onNew}>New chat</button>`}
                 <span class="space"></span>
                 <span class="hint wide">Enter sends, Shift+Enter adds a line</span>
                 ${locked

@@ -46,4 +46,8 @@ export function useGeneration() {
 }
 
 /** Fields that every streamed request of this page has. */
-export const STREAM_FIELDS = { stream: true, stream_options: { include_usage: true }, return_timings: true };
+export const STREAM_FIELDS = {
+    stream: true,
+    stream_options: { include_usage: true, continuous_usage_stats: true },
+    return_timings: true,
+};

@@ -14,7 +14,7 @@ export function load(storage, key, fallback) {
     }
 }
 
-/** Store a value in this browser; null removes it. Does nothing if storage is disabled or full. */
+/** Store a value in this browser; null removes it. Returns false if storage is disabled or full. */
 export function save(storage, key, value) {
     try {
         if (value === null) {
@@ -22,8 +22,9 @@ export function save(storage, key, value) {
         } else {
             storage.setItem(key, JSON.stringify(value));
         }
+        return true;
     } catch {
-        // the page works without storage
+        return false; // the page works without storage
     }
 }
 

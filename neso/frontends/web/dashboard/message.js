@@ -2,19 +2,19 @@
 
 import { CopyButton, html, useState } from "./lib.js";
 import { Markdown } from "./markdown.js";
-import { Timeline, timingSummary } from "./timeline.js";
+import { Timeline, progressSummary, timingSummary } from "./timeline.js";
 import { Tokens } from "./tokens.js";
 
 const NAMES = { user: "You", tool: "Tool result" };
 
-export function Message({ message, streaming, idle, isLast, onEdit, onRegenerate, onResults }) {
+export function Message({ message, streaming, idle, isLast, onEdit, onRegenerate, onContinue, onResults }) {
     const { role } = message;
     return html`
         <article class="message ${role}" aria-label=${NAMES[role] ?? message.model} aria-busy=${streaming}>
             <h3 class="author">${NAMES[role] ?? message.model}${role === "tool" && html` <code>${message.name}</code>`}</h3>
             ${role === "assistant"
         ? html`<${Reply} message=${message} streaming=${streaming} idle=${idle} isLast=${isLast}
-                    onRegenerate=${onRegenerate} onResults=${onResults} />`
+                    onRegenerate=${onRegenerate} onContinue=${onContinue} onResults=${onResults} />`
         : html`<${Request} message=${message} idle=${idle} onEdit=${onEdit} />`}
         </article>
     `;
@@ -50,11 +50,12 @@ function Request({ message, idle, onEdit }) {
     `;
 }
 
-function Reply({ message, streaming, idle, isLast, onRegenerate, onResults }) {
+function Reply({ message, streaming, idle, isLast, onRegenerate, onContinue, onResults }) {
     const [view, setView] = useState("text");
     const [details, setDetails] = useState(false);
     const { text, reasoning, calls, tokens, timing, error, stopped, finish } = message;
     const showTokens = tokens.length > 0 && view === "text" ? true : view === "tokens";
+    const unfinished = (stopped || error || finish === "length") && text && !reasoning && !calls.length;
     const waiting = streaming && !text && !reasoning && !calls.length && !tokens.length;
     return html`
         ${reasoning && html`
@@ -71,10 +72,13 @@ function Reply({ message, streaming, idle, isLast, onRegenerate, onResults }) {
             </div>`)}
         ${isLast && idle && calls.length > 0 && html`<${Results} calls=${calls} onResults=${onResults} />`}
         ${error && html`<p class="banner error" role="alert">${error}</p>`}
+        ${streaming && html`<p class="hint progress" aria-live="off">${progressSummary(timing)}</p>`}
         ${!streaming && html`
             <div class="row message-tools">
                 <${CopyButton} text=${text} />
                 ${idle && html`<button type="button" class="quiet" onClick=${onRegenerate}>Regenerate</button>`}
+                ${isLast && idle && unfinished && html`
+                    <button type="button" class="quiet" onClick=${onContinue}>Continue</button>`}
                 ${tokens.length > 0 && html`
                     <button type="button" class="quiet" onClick=${() => setView(view === "text" ? "markdown" : "text")}>
                         ${view === "text" ? "As text" : "As tokens"}</button>`}

@@ -17,12 +17,12 @@ export function Playground({ hidden, server, model, onModel, onAccess }) {
     const modes = MODES.filter(([name]) => chosen?.[name]);
     const [wanted, setWanted] = useState("chat");
     const mode = modes.some(([name]) => name === wanted) ? wanted : modes[0]?.[0];
-    const [settings, setSettings] = useState(() => ({ ...DEFAULTS, ...load(sessionStorage, "neso.settings", {}) }));
+    const [settings, setSettings] = useState(() => ({ ...DEFAULTS, ...load(localStorage, "neso.settings", {}) }));
     const [open, setOpen] = useState(false);
     const [code, setCode] = useState(null);
     const change = (values) => {
         setSettings(values);
-        save(sessionStorage, "neso.settings", values);
+        save(localStorage, "neso.settings", values);
     };
     useEffect(() => {
         if (!open) {

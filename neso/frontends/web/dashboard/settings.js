@@ -15,7 +15,7 @@ const NUMBERS = [
     ["repetition_penalty", "Repetition penalty", 0.01, undefined, 0.05],
 ];
 
-export const DEFAULTS = { numbers: {}, stop: "", system: "", logprobs: false, alternatives: 5, tools: "", extra: "" };
+export const DEFAULTS = { numbers: {}, stop: "", system: "", logprobs: false, alternatives: 5, tools: "", toolChoice: "auto", extra: "" };
 
 const EXAMPLE_TOOLS = JSON.stringify([{
     type: "function",
@@ -50,6 +50,12 @@ export function requestFields(settings, mode) {
         }
         if (tools?.length) {
             fields.tools = tools;
+            const name = toolNames(settings.tools).find((each) => each === settings.toolChoice);
+            if (name !== undefined) {
+                fields.tool_choice = { type: "function", function: { name } };
+            } else if (["required", "none"].includes(settings.toolChoice)) {
+                fields.tool_choice = settings.toolChoice;
+            }
         }
     }
     const extra = parse(settings.extra, "Further fields");
@@ -57,6 +63,15 @@ export function requestFields(settings, mode) {
         throw new Error("Further fields: expected a JSON object.");
     }
     return { ...fields, ...extra };
+}
+
+/** Names of the functions in a text of tools; none if it is not valid. */
+function toolNames(text) {
+    try {
+        return JSON.parse(text).map((tool) => tool.function.name);
+    } catch {
+        return [];
+    }
 }
 
 function parse(text, title) {
@@ -111,6 +126,11 @@ export function Settings({ settings, mode, onChange }) {
                             onInput=${set("tools")} placeholder=${EXAMPLE_TOOLS}></textarea></label>
                     <button type="button" class="quiet" onClick=${() => onChange({ ...settings, tools: EXAMPLE_TOOLS })}>
                         Use the example</button>
+                    <label class="inline">Tool choice
+                        <select value=${settings.toolChoice} onChange=${set("toolChoice")}>
+                            ${["auto", "required", "none", ...toolNames(settings.tools)].map((each) => html`
+                                <option value=${each}>${each}</option>`)}
+                        </select></label>
                 </details>`}
             <details open=${settings.extra !== ""}>
                 <summary>Further fields</summary>

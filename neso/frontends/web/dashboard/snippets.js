@@ -29,8 +29,11 @@ export function pythonProgram(path, body, hasKey) {
         + (Object.keys(extra).length ? `    extra_body=${pythonValue(extra, 1)},\n` : "");
     const key = hasKey ? 'os.environ["NESO_API_KEY"]' : '"none"';
     const text = path === "v1/completions" ? "chunk.choices[0].text" : "chunk.choices[0].delta.content or \"\"";
+    const calls = body.tools
+        ? `        for call in chunk.choices[0].delta.tool_calls or []:\n`
+            + `            print(call.function.name or "", call.function.arguments or "", end="", flush=True)\n` : "";
     const output = body.stream
-        ? `for chunk in response:\n    if chunk.choices:\n        print(${text}, end="", flush=True)\n`
+        ? `for chunk in response:\n    if chunk.choices:\n        print(${text}, end="", flush=True)\n${calls}`
         : "print(response)\n";
     return `${hasKey ? "import os\n\n" : ""}import openai\n\n`
         + `client = openai.OpenAI(base_url=${pythonValue(url("v1"))}, api_key=${key})\n`

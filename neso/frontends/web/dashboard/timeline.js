@@ -35,14 +35,32 @@ export class RequestClock {
     }
 }
 
+/** Tokens per second after the first one: as the server measured them or, until it has, as they arrived. */
+function tokensPerSecond({ chunks, server, usage }) {
+    if (server) {
+        return server.predicted_n > 1 && server.predicted_ms > 0
+            ? (server.predicted_n - 1) / server.predicted_ms * 1000 : null;
+    }
+    const elapsed = chunks.at(-1) - chunks[0];
+    return usage && elapsed > 0 ? (usage.completion_tokens - 1) / elapsed * 1000 : null;
+}
+
+/** Figures of an answer that is being generated. */
+export function progressSummary(timing) {
+    const speed = tokensPerSecond(timing);
+    return speed === null ? "" : `${timing.usage.completion_tokens} tokens · ${formatNumber(speed)} tokens/s`;
+}
+
 /** One line of figures: TTFT, speed, tokens. */
-export function timingSummary({ chunks, ended, server, usage }) {
+export function timingSummary(timing) {
+    const { chunks, ended, usage } = timing;
+    const speed = tokensPerSecond(timing);
     const parts = [];
     if (chunks.length) {
         parts.push(`first token ${formatSeconds(chunks[0] / 1000)}`);
     }
-    if (server && server.predicted_n > 1 && server.predicted_ms > 0) {
-        parts.push(`${formatNumber((server.predicted_n - 1) / server.predicted_ms * 1000)} tokens/s`);
+    if (speed !== null) {
+        parts.push(`${formatNumber(speed)} tokens/s`);
     }
     if (usage) {
         parts.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens`);
