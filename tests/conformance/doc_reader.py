@@ -16,6 +16,7 @@ from server_process import ServerProcess
 
 DEFAULT_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 9000}
 NESO = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m neso.cli "$@"\n'
+PYTHON = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n'
 
 _BLOCK = re.compile(
     r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -83,8 +84,9 @@ class DocReader:
         self._server: ServerProcess | None = None
         commands = folder / ".commands"
         commands.mkdir()
-        (commands / "neso").write_text(NESO)
-        (commands / "neso").chmod(0o755)
+        for name, script in (("neso", NESO), ("python", PYTHON)):
+            (commands / name).write_text(script)
+            (commands / name).chmod(0o755)
         self._environment = {**os.environ, "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"}
 
     def __enter__(self) -> DocReader:

@@ -280,6 +280,9 @@ def make_llava(
     model = LlavaForConditionalGeneration(config)
     amplify_weights(model, "vision_tower", "projector")
     randomize(model)
+    processor = {"processor_class": "LlavaProcessor", "patch_size": 7, "num_additional_image_tokens": 1}
+    processor["vision_feature_select_strategy"] = "default"
+    (directory / "processor_config.json").write_text(json.dumps(processor))
     model.save_pretrained(directory)
     size = {"height": 28, "width": 28}
     processors = {
