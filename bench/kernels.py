@@ -8,13 +8,20 @@ the cache; sampling reads its logits from memory.
 "of limit" is the lower bound of the time, for reading the weights or keys once and for the arithmetic, divided by the
 measured time. Takes a minute and prints the results at the end.
 
-usage: python bench/kernels.py [--only gemm|attention|small ...] [--isa LEVEL] [--threads N] [--json FILE] [--smoke]
+`--only torch` compares bfloat16 products with torch's (oneDNN), at the shapes of `m` and alternating, by the CPU time
+of all threads, which other load distorts less than wall time. Ours includes rounding the float32 inputs to bfloat16 and
+has float32 outputs; torch's has bfloat16 inputs and outputs.
+
+usage: python bench/kernels.py [--only gemm|attention|small|torch ...] [--isa LEVEL] [--threads N] [--json FILE]
+           [--smoke]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,6 +47,7 @@ LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 16, 4, 64, 16
 # (new tokens per sequence, sequences, cached tokens per sequence)
 ATTENTION = ((1, 1, 8192), (1, 16, 512), (1, 64, 128), (128, 1, 0), (1024, 1, 0), (512, 1, 2048))
 CACHED_TOKENS = 64 * 144
+TORCH_ROWS = (128, 256, 512, 1024)
 SMOKE_ATTENTION = ((1, 4, 128), (128, 1, 0))
 
 
@@ -49,6 +57,7 @@ class Result:
 
     - kind: kind of the operands, as in machine_limits; None if no limit applies
     - share: lower bound of the time / measured time, 0 to 1
+    - ratio: time of torch / measured time; None if they were not compared
     """
 
     kernel: str
@@ -58,6 +67,7 @@ class Result:
     flops: float
     kind: str | None = None
     share: float | None = None
+    ratio: float | None = None
 
     def against(self, limits: MachineLimits) -> Result:
         if self.kind is None:
@@ -66,6 +76,8 @@ class Result:
 
     def line(self) -> str:
         share = "" if self.share is None else f"{100 * self.share:6.1f} % of limit"
+        if self.ratio is not None:
+            share = f"{self.ratio:6.2f} x torch's speed"
         rates = f"{self.read_bytes / self.seconds * 1e-9:8.1f} GB/s {self.flops / self.seconds * 1e-9:8.1f} GFLOP/s"
         return f"{self.kernel:22} {self.case:30} {1e6 * self.seconds:11.2f} us {rates} {share}".rstrip()
 
@@ -106,6 +118,33 @@ class Bench:
                 case = f"{sequences} x {new} new on {cached}"
                 flops = 4.0 * HEADS * HEAD_DIM * pairs
                 yield Result(f"attention {kind}", case, seconds, read, flops, kind)
+
+    def torch(self) -> Iterator[Result]:
+        """Products of ours; `ratio` is torch's time / our time."""
+        shape = SHAPES["tiny" if self.smoke else "m"]
+        hidden, intermediate = shape["hidden"], shape["intermediate"]
+        head_dim = hidden // shape["heads"]
+        shapes = {
+            "qkv": (hidden + 2 * shape["kv_heads"] * head_dim, hidden),
+            "output": (hidden, hidden),
+            "gate and up": (2 * intermediate, hidden),
+            "down": (hidden, intermediate),
+        }
+        for name, (outputs, inputs) in shapes.items():
+            matrix = _pack("bf16", outputs, inputs, self.threads).native()
+            for rows in TORCH_ROWS[:1] if self.smoke else TORCH_ROWS:
+                flops = 2.0 * rows * outputs * inputs
+                repeats = 1 if self.smoke else int(1 + 4e10 / flops)
+                x = np.random.default_rng(0).standard_normal((rows, inputs), np.float32)
+                ours, theirs = _alternate(
+                    lambda: _native.multiply_each([matrix], x, self.isa, self.threads, repeats),  # noqa: B023
+                    _torch_product(rows, outputs, inputs, self.threads, repeats),
+                    1 if self.smoke else 12,
+                )
+                case = f"{outputs} x {inputs}, {rows} rows"
+                read = 2.0 * outputs * inputs
+                seconds = ours / repeats
+                yield Result(f"{name}, CPU time", case, seconds, read, flops, ratio=theirs / ours)
 
     def small(self, width: int = 2816) -> Iterator[Result]:
         rng, isa = np.random.default_rng(0), self.isa
@@ -205,6 +244,32 @@ def _tiny_weights(window: int, vocab: int) -> _native.Weights:
     return _native.Weights(layers, norms, _pack("f32", vocab, 32, 1).native(), None, "f32", None)
 
 
+def _torch_product(rows: int, outputs: int, inputs: int, threads: int, repeats: int) -> Call:
+    import torch
+
+    torch.set_num_threads(threads)
+    x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
+
+    def multiply() -> None:
+        with torch.inference_mode():
+            for _ in range(repeats):
+                torch.nn.functional.linear(x, weight)
+
+    return multiply
+
+
+def _alternate(ours: Call, theirs: Call, rounds: int) -> tuple[float, float]:
+    """Return the least CPU seconds of each call, of all threads, after a warm-up."""
+    best = [float("inf")] * 2
+    for round_number in range(rounds + 1):
+        for index, call in enumerate((ours, theirs)):
+            started = time.process_time()
+            call()
+            if round_number:
+                best[index] = min(best[index], time.process_time() - started)
+    return best[0], best[1]
+
+
 def _pack(kind: str, outputs: int, inputs: int, threads: int) -> PackedMatrix:
     dense: Kind = "bf16" if kind == "bf16" else "f32"
     weights = np.random.default_rng(0).standard_normal((outputs, inputs), np.float32) * 0.02
@@ -224,7 +289,7 @@ def _bytes(matrix: PackedMatrix) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=("gemm", "attention", "small"))
+    parser.add_argument("--only", nargs="+", choices=("gemm", "attention", "small", "torch"))
     parser.add_argument("--isa", choices=_native.supported_isas(), default=_native.default_isa())
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--json", type=Path)
@@ -233,7 +298,8 @@ def main() -> None:
     if arguments.smoke:
         use_smoke_sizes()
     before, bench = measure(arguments.threads), Bench(arguments.isa, arguments.threads, arguments.smoke)
-    parts = arguments.only or ("gemm", "attention", "small")
+    has_torch = importlib.util.find_spec("torch") is not None
+    parts = arguments.only or ("gemm", "attention", "small", *(["torch"] if has_torch else []))
     measured = [result for part in parts for result in getattr(bench, part)()]
     limits = before.best_with(measure(arguments.threads))
     results = [result.against(limits) for result in measured]

@@ -50,22 +50,42 @@ CONTEXT = 64
 
 @dataclass(frozen=True)
 class Phase:
-    """A step of `sequences` sequences with `new` tokens each, after `cached` tokens each."""
+    """A step of `sequences` sequences with `new` tokens each, after `cached` tokens each.
+
+    `prompt`: in a mixed step, the tokens of one more sequence, which starts in this step; otherwise 0.
+    """
 
     name: str
     sequences: int
     new: int
     cached: int
+    prompt: int = 0
+
+    @property
+    def groups(self) -> list[tuple[int, int, int]]:
+        """Sequences, new tokens and cached tokens of the decoding sequences and of the prompt."""
+        return [(self.sequences, self.new, self.cached)] + [(1, self.prompt, 0)] * (self.prompt > 0)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of cache blocks that the step uses."""
+        return self.sequences * _blocks(self) + -(-self.prompt // BLOCK)
 
 
 PHASES = (
     Phase("decode, batch 1", 1, 1, CONTEXT),
     Phase("decode, batch 16", 16, 1, CONTEXT),
     Phase("decode, batch 64", 64, 1, CONTEXT),
+    Phase("decode 15, prompt 64", 15, 1, CONTEXT, 64),
+    Phase("decode 63, prompt 128", 63, 1, CONTEXT, 128),
     Phase("prefill, 128 tokens", 1, 128, 0),
     Phase("prefill, 1024 tokens", 1, 1024, 0),
 )
-SMOKE_PHASES = (Phase("decode, batch 2", 2, 1, 16), Phase("prefill, 32 tokens", 1, 32, 0))
+SMOKE_PHASES = (
+    Phase("decode, batch 2", 2, 1, 16),
+    Phase("decode 1, prompt 24", 1, 1, 16, 24),
+    Phase("prefill, 32 tokens", 1, 32, 0),
+)
 
 
 @dataclass(frozen=True)
@@ -101,8 +121,7 @@ class Model:
             items = dict(pack_items(DecoderTensors(self.spec, source), options, threads))
         self.weights = PackedDecoder.assemble(self.spec, items)
         self.runner = NativeRunner(shard_of(self.spec, options.layout), self.weights, threads)
-        tokens = max(phase.sequences * _blocks(phase) * BLOCK for phase in phases)
-        self.runner.allocate_cache(CacheLayout(tokens // BLOCK, BLOCK))
+        self.runner.allocate_cache(CacheLayout(max(phase.num_blocks for phase in phases), BLOCK))
 
     @property
     def kind(self) -> str:
@@ -118,20 +137,23 @@ class Model:
         return weights + phase.sequences * token * sum(seen)
 
     def flops(self, phase: Phase) -> float:
-        tokens, sampled, spec = phase.sequences * phase.new, phase.sequences, self.spec
+        spec = self.spec
+        tokens = sum(sequences * new for sequences, new, _ in phase.groups)
+        sampled = sum(sequences for sequences, _, _ in phase.groups)
         *layers, last = self.weights.layers
         matrices = tokens * sum(_size(matrix) for layer in layers for matrix in _matrices(layer))
         matrices += tokens * _size(last.qkv) + sampled * sum(map(_size, _matrices(last)[1:]))
         matrices += sampled * _size(self.weights.lm_head)
-        keys = phase.cached + 1 + np.arange(phase.new)
-        pairs = sum(np.minimum(keys, window or keys).sum() for window in spec.sliding_windows[:-1])
-        pairs += min(keys[-1], spec.sliding_windows[-1] or keys[-1])
-        attention = 4 * phase.sequences * spec.num_heads * spec.head_dim * pairs
-        return float(2 * matrices + attention)
+        pairs = 0
+        for sequences, new, cached in phase.groups:
+            keys = cached + 1 + np.arange(new)
+            seen = sum(np.minimum(keys, window or keys).sum() for window in spec.sliding_windows[:-1])
+            pairs += sequences * (seen + min(keys[-1], spec.sliding_windows[-1] or keys[-1]))
+        return float(2 * matrices + 4 * spec.num_heads * spec.head_dim * pairs)
 
     def seconds(self, phase: Phase) -> float:
         """Seconds of the step. Repetitions overwrite the same cache slots."""
-        plan = self._plan(phase.sequences, phase.new, phase.cached)
+        plan = self._plan(phase)
         return best_seconds(lambda: self.runner.step(plan), least=1.0, runs=5)
 
     def fill(self) -> None:
@@ -139,30 +161,34 @@ class Model:
         phase = max((p for p in self._phases if p.cached), key=lambda p: p.sequences)
         blocks = _blocks(phase)
         for first in range(0, phase.sequences, 8):
-            plan = self._plan(min(8, phase.sequences - first), phase.cached, 0, blocks, first * blocks)
-            self.runner.step(plan)
+            part = Phase("fill", min(8, phase.sequences - first), phase.cached, 0)
+            self.runner.step(self._plan(part, blocks, first * blocks))
 
-    def _plan(
-        self, sequences: int, new: int, cached: int, width: int | None = None, first_block: int = 0
-    ) -> StepPlan:
-        tokens, width = sequences * new, width or -(-(cached + new) // BLOCK)
-        ids = np.random.default_rng(0).integers(6, self.spec.vocab_size, tokens)
-        tables = np.arange(sequences * width, dtype=np.int32).reshape(sequences, width)
-        starts = np.arange(0, tokens + 1, new, dtype=np.int32)
+    def _plan(self, phase: Phase, width: int | None = None, first_block: int = 0) -> StepPlan:
+        """Plan the step. Block tables start at `first_block`; `width`: blocks per sequence, by default those in use."""
+        width = width or _blocks(phase)
+        new = [count for sequences, count, _ in phase.groups for _ in range(sequences)]
+        cached = [count for sequences, _, count in phase.groups for _ in range(sequences)]
+        starts = np.cumsum([0, *new], dtype=np.int32)
+        ids = np.random.default_rng(0).integers(6, self.spec.vocab_size, starts[-1])
+        # The rows of decoding sequences have unused entries at the end if the prompt has more blocks.
+        columns = max(width, -(-phase.prompt // BLOCK))
+        tables = np.arange(len(new))[:, None] * width + np.arange(columns)
+        last = max(phase.num_blocks, len(new) * width) - 1
         return StepPlan(
             step=1,
-            sequence_ids=np.arange(sequences, dtype=np.int32),
+            sequence_ids=np.arange(len(new), dtype=np.int32),
             token_ids=ids.astype(np.int32),
             query_start=starts,
-            num_computed=np.full(sequences, cached, np.int32),
-            block_tables=tables + np.int32(first_block),
+            num_computed=np.array(cached, np.int32),
+            block_tables=(np.minimum(tables, last) + first_block).astype(np.int32),
             block_copies=np.empty((0, 2), np.int32),
             logits_rows=starts[1:] - np.int32(1),
         )
 
 
 def _blocks(phase: Phase) -> int:
-    """Number of blocks of one sequence."""
+    """Number of blocks of each sequence except the prompt of a mixed step."""
     return -(-(phase.cached + phase.new) // BLOCK)
 
 

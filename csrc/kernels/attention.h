@@ -80,7 +80,7 @@ class Attention {
             if (tiled()) {
                 compute_scores_in_tiles(block, count);
             } else {
-                compute_scores(block, count);
+                compute_scores(block, count, last_block);
             }
             if (shape_.softcap > 0) cap_scores(count * slots_);
             mask(block, count, key_begin, key_end);
@@ -104,11 +104,11 @@ class Attention {
         for (int row = 0; row < rows_; ++row) {
             const float* from = task_.queries + row / group_ * task_.query_stride + row % group_ * shape_.head_dim;
             Operand* to = scratch_->queries.data() + int64_t(row) * dim_;
-            alignas(64) float scaled[kLanes];
-            for (int d = 0; d < dim_; d += kLanes) {
-                const int left = shape_.head_dim - d;
-                std::memset(scaled, 0, sizeof(scaled));
-                if (left > 0) std::memcpy(scaled, from + d, sizeof(float) * (left < kLanes ? left : kLanes));
+            int d = 0;
+            for (; d + kLanes <= shape_.head_dim; d += kLanes) store_operand(to + d, load<F32>(from + d) * shape_.scale);
+            for (; d < dim_; d += kLanes) {
+                alignas(64) float scaled[kLanes] = {};
+                if (d < shape_.head_dim) std::memcpy(scaled, from + d, sizeof(float) * (shape_.head_dim - d));
                 store_operand(to + d, load<F32>(scaled) * shape_.scale);
             }
         }
@@ -119,28 +119,52 @@ class Attention {
         }
     }
 
-    // Two panels at a time: with the few rows of a decode step, a single panel of sums would stall on latency.
-    void compute_scores(int first_block, int count) {
+    // The keys of a panel of 16 slots; panels are counted from the first slot of a block.
+    const T* key_panel(int first_block, int panel) const {
+        const int panels_per_block = slots_ / kPanel;
+        return keys(first_block + panel / panels_per_block) + panel % panels_per_block * kPanel * kInterleave;
+    }
+
+    // Two panels at a time: with the few rows of a decode step, a single panel of sums would stall on latency. The task
+    // ends at `last_block`.
+    void compute_scores(int first_block, int count, int last_block) {
         const int panels_per_block = slots_ / kPanel, panels = count * panels_per_block;
-        const auto panel_at = [&](int panel) {
-            return keys(first_block + panel / panels_per_block) + panel % panels_per_block * kPanel * kInterleave;
-        };
+        const int panels_of_task = (last_block - first_block) * panels_per_block;
         int panel = 0;
         for (; panel + 2 <= panels; panel += 2) {
-            score_panels<2>(panel_at(panel), panel_at(panel + 1) - panel_at(panel), panel * kPanel);
+            const T* at = key_panel(first_block, panel);
+            const T* ahead = panel + 2 < panels_of_task ? key_panel(first_block, panel + 2) : at;
+            const T* ahead2 = panel + 3 < panels_of_task ? key_panel(first_block, panel + 3) : at;
+            score_panels<2>(at, key_panel(first_block, panel + 1) - at, panel * kPanel, ahead, ahead2);
         }
-        if (panel < panels) score_panels<1>(panel_at(panel), 0, panel * kPanel);
+        if (panel < panels) {
+            const T* at = key_panel(first_block, panel);
+            score_panels<1>(at, 0, panel * kPanel, at, at);
+        }
     }
 
     // Like `dot`, but the row stride of a panel is the number of slots of the block, and panels are `stride` apart.
+    //
+    // Blocks are scattered and small, so the hardware prefetcher is always late: the first rows prefetch the values of
+    // these panels and the keys at `ahead` and `ahead2`.
     template <int Panels>
-    void score_panels(const T* keys, int64_t stride, int first_slot) {
+    void score_panels(const T* keys, int64_t stride, int first_slot, const T* ahead, const T* ahead2) {
+        const int64_t to_values = int64_t(dim_) * slots_;
         for_row_blocks<kAttentionRows>(rows_, [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
             F32 sums[Rows][Panels][kVectors] = {};
             const Operand* queries = scratch_->queries.data() + int64_t(row) * dim_;
 #pragma GCC unroll 4
             for (int d = 0; d < dim_; d += kInterleave) {
-                Panel::step(queries + d, dim_, keys + int64_t(d) * slots_, stride, sums);
+                const int64_t at = int64_t(d) * slots_;
+                if (row == 0) {
+                    __builtin_prefetch(ahead + at, 0, 2);
+                    __builtin_prefetch(keys + to_values + at, 0, 2);
+                    if constexpr (Panels > 1) {
+                        __builtin_prefetch(ahead2 + at, 0, 2);
+                        __builtin_prefetch(keys + stride + to_values + at, 0, 2);
+                    }
+                }
+                Panel::step(queries + d, dim_, keys + at, stride, sums);
             }
             float* out = scratch_->scores.data() + int64_t(row) * width_ + first_slot;
             for_each_vector<Rows, Panels>([&](int r, int p, int v) NESO_INLINE_LAMBDA {
@@ -176,6 +200,9 @@ class Attention {
             for (int block = 0; block < count; ++block) {
                 float* scores = scratch_->scores.data() + int64_t(row) * width_ + block * slots_;
                 const int start = begin + block * shape_.block_size;
+                const bool block_visible = slots_ == shape_.block_size && start >= key_begin && start >= oldest &&
+                                           start + slots_ <= last;
+                if (block_visible) continue;
                 for (int slot = 0; slot < slots_; ++slot) {
                     const int key = start + slot;
                     const bool in_window = key >= oldest || key < task_.sinks;
@@ -221,10 +248,13 @@ class Attention {
             total += weight;
             store_operand(weights + i, weight);
         }
+        if (before == maximum) {
+            scratch_->totals.data()[row] += sum(total);
+            return;
+        }
         const float shrink = exp(splat(before - maximum))[0];
         scratch_->maxima.data()[row] = maximum;
         scratch_->totals.data()[row] = scratch_->totals.data()[row] * shrink + sum(total);
-        if (before == maximum) return;
         float* sums = scratch_->sums.data() + int64_t(row) * dim_;
         for (int d = 0; d < dim_; d += kLanes) store(sums + d, load<F32>(sums + d) * shrink);
     }
@@ -275,11 +305,21 @@ class Attention {
 
     void compute_scores_in_tiles(int first_block, int count) {
         if constexpr (sizeof(T) == 2) {
-            const AttentionTiles tiles;
+            const Tiles tiles;
+            const int panels = count * slots_ / kPanel;
             for (int row = 0; row < rows_; row += kTileRows) {
-                for (int block = 0; block < count; ++block) {
-                    tiles.scores(scratch_->queries.data() + int64_t(row) * dim_, dim_, keys(first_block + block),
-                                 slots_, scratch_->scores.data() + int64_t(row) * width_ + block * slots_, width_);
+                const Operand* queries = scratch_->queries.data() + int64_t(row) * dim_;
+                float* scores = scratch_->scores.data() + int64_t(row) * width_;
+                for (int panel = 0; panel < panels;) {
+                    const auto keys_of = [&](int p) { return key_panel(first_block, panel + p); };
+                    float* to = scores + panel * kPanel;
+                    if (panel + 4 <= panels) {
+                        tile_scores<4>(queries, dim_, keys_of, slots_, to, width_);
+                        panel += 4;
+                    } else {
+                        tile_scores<1>(queries, dim_, keys_of, slots_, to, width_);
+                        panel += 1;
+                    }
                 }
             }
         }
@@ -287,7 +327,7 @@ class Attention {
 
     void add_values_in_tiles(int first_block, int count) {
         if constexpr (sizeof(T) == 2) {
-            const AttentionTiles tiles;
+            const ValueTiles tiles;
             for (int row = 0; row < rows_; row += kTileRows) {
                 const bf16* weights = scratch_->weights.data() + int64_t(row) * width_;
                 // The padded dimension is a multiple of two panels.
@@ -296,10 +336,10 @@ class Attention {
                     const auto values_of = [&](int block) { return values(first_block + block) + at; };
                     float* sums = scratch_->sums.data() + int64_t(row) * dim_ + panel * kPanel;
                     if (panel + 4 <= dim_ / kPanel) {
-                        tiles.template values<4>(weights, width_, values_of, count, slots_, sums, dim_);
+                        tile_values<4>(weights, width_, values_of, count, slots_, sums, dim_);
                         panel += 4;
                     } else {
-                        tiles.template values<2>(weights, width_, values_of, count, slots_, sums, dim_);
+                        tile_values<2>(weights, width_, values_of, count, slots_, sums, dim_);
                         panel += 2;
                     }
                 }

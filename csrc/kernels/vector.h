@@ -64,15 +64,24 @@ NESO_INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
 NESO_INLINE F32 min(F32 a, F32 b) { return a < b ? a : b; }
 
 NESO_INLINE float sum(F32 v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float total = 0;
     for (int i = 0; i < kLanes; ++i) total += v[i];
     return total;
+#endif
 }
 
+// Unspecified if an element is NaN.
 NESO_INLINE float largest(F32 v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float found = v[0];
     for (int i = 1; i < kLanes; ++i) found = v[i] > found ? v[i] : found;
     return found;
+#endif
 }
 
 NESO_INLINE F32 load_f16(const f16* from) {
@@ -113,24 +122,37 @@ NESO_INLINE void store_bf16(bf16* to, F32 v) {
 #endif
 }
 
-// The exponential, within 2 units in the last place; 0 below -87, at most 2^127. NaN stays NaN.
-// exp(x) = 2^n exp(r), n = round(x / ln 2); exp(r) by the polynomial of Cephes' expf.
-NESO_INLINE F32 exp(F32 x) {
-    const F32 clamped = select(x > 88.0f, splat(88.0f), select(x < -87.0f, splat(-87.0f), x));
-    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves no bits for a fraction
-    const F32 shifted = clamped * 1.44269504088896341f + kRound;
-    const F32 n = shifted - kRound;
-    const F32 r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+// exp(x - n ln 2) for n = round(x / ln 2), by the polynomial of Cephes' expf.
+NESO_INLINE F32 exp_fraction(F32 x, F32 n) {
+    const F32 r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
     F32 p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    return p * r * r + r + 1.0f;
+}
+
+// The exponential, within 2 units in the last place; 0 below -87, at most 2^127. NaN stays NaN.
+// exp(x) = 2^n exp(r), n = round(x / ln 2).
+NESO_INLINE F32 exp(F32 x) {
+#if defined(__AVX512F__)
+    // min returns its second operand if one is NaN.
+    const F32 clamped = (F32)_mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)x);
+    const F32 n = (F32)_mm512_roundscale_ps((__m512)(clamped * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
+    const F32 p = exp_fraction(clamped, n);
+    const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    return (F32)_mm512_maskz_scalef_ps(kept, (__m512)p, (__m512)n);
+#else
+    const F32 clamped = select(x > 88.0f, splat(88.0f), select(x < -87.0f, splat(-87.0f), x));
+    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves no bits for a fraction
+    const F32 shifted = clamped * 1.44269504088896341f + kRound;
+    const F32 p = exp_fraction(clamped, shifted - kRound);
     const I32 exponent = as_int(shifted) - as_int(splat(kRound)) + 127;
     const F32 result = p * as_float(exponent << 23);
     return select(x < -87.0f, F32{}, result);
+#endif
 }
 
 }  // namespace neso::NESO_ISA

@@ -70,6 +70,7 @@ class Decoder {
     AttentionShape attention_shape(int block_size) const;
     void reserve(const Step& step);
     void plan_attention(const Step& step);
+    void plan_cache_writes(const Step& step);
     const AttentionPlan& plan_for(int layer) const;
     void reserve_mlp(const Mlp& mlp, int rows);
     static bool can_fuse_pack(const Mlp& mlp);
@@ -119,6 +120,11 @@ class Decoder {
     // The plans of this step, one per window, and the plans of the last layer.
     std::vector<AttentionPlan> plans_, last_plans_;
     std::vector<char> wanted_;
+    // New tokens [begin, end) of a sequence in one cache block.
+    struct CacheWrite {
+        int sequence, begin, end;
+    };
+    std::vector<CacheWrite> cache_writes_;
     int num_logits_rows_ = 0;
 
     InputStorage input_, activated_;

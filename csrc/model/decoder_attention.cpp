@@ -22,10 +22,27 @@ void Decoder::plan_attention(const Step& step) {
         plans.emplace_back(cache_->shape(), step, window, sink_tokens_, team_.size(), last ? wanted_.data() : nullptr);
         parts = std::max(parts, plans.back().num_parts());
     }
+    plan_cache_writes(step);
     const int64_t group = cache_->shape().group();
     partial_.reserve(parts * group * shape_.head_dim);
     part_maxima_.reserve(parts * group);
     part_sums_.reserve(parts * group);
+}
+
+// Split the tokens at the boundaries of cache blocks, so that threads share the tokens of a prompt and no two write to
+// one block.
+void Decoder::plan_cache_writes(const Step& step) {
+    const int block_size = cache_->shape().block_size;
+    cache_writes_.clear();
+    for (int sequence = 0; sequence < step.num_sequences; ++sequence) {
+        const int first = step.query_start[sequence], last = step.query_start[sequence + 1];
+        for (int begin = first; begin < last;) {
+            const int slot = (step.num_computed[sequence] + begin - first) % block_size;
+            const int end = std::min(last, begin + block_size - slot);
+            cache_writes_.push_back({sequence, begin, end});
+            begin = end;
+        }
+    }
 }
 
 const AttentionPlan& Decoder::plan_for(int layer) const {
@@ -46,10 +63,11 @@ void Decoder::write_cache(const Step& step, int index) {
         team_.for_each(1, [&](int) { cache_->copy_slots(index, step); });
     }
     if (layer.query_norm && shape_.norms_width && all_reduce_) norm_width(index, step.num_tokens);
-    team_.for_each(step.num_sequences, [&](int sequence) {
+    team_.for_each(int(cache_writes_.size()), [&](int number) {
+        const auto [sequence, begin, end] = cache_writes_[number];
         const int first = step.query_start[sequence];
         const int32_t* table = step.block_tables + int64_t(sequence) * step.table_width;
-        for (int token = first; token < step.query_start[sequence + 1]; ++token) {
+        for (int token = begin; token < end; ++token) {
             float* queries = qkv_.data() + token * qkv_stride_;
             float* keys = queries + shape_.query_size();
             const float* values = keys + shape_.kv_size();
