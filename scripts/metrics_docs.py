@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 from neso.backends.llm.cluster_metrics import CLUSTER_FAMILIES, WORKER_FAMILIES
 from neso.backends.llm.metrics import FALLBACK_REASONS, LlmMetrics
 from neso.backends.restarts import RESTARTS
-from neso.backends.stage_metrics import STAGE_FAMILIES, STAGE_WORKER_FAMILIES
+from neso.backends.stage_metrics import ENGINE_WORKER_FAMILIES, STAGE_FAMILIES, STAGE_WORKER_FAMILIES
 from neso.backends.vllm.metrics import VllmMetrics
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.engine_group import EngineGroup
@@ -144,7 +144,11 @@ def sections() -> list[Section]:
         Section(
             "Workers of a model", "With `workers` or `worker_address`.", [*CLUSTER_FAMILIES, *WORKER_FAMILIES]
         ),
-        Section("Stages", "Models of `--stage`.", [*STAGE_FAMILIES, *STAGE_WORKER_FAMILIES]),
+        Section(
+            "Stages",
+            "Models of `--stage`.",
+            [*STAGE_FAMILIES, *STAGE_WORKER_FAMILIES, *ENGINE_WORKER_FAMILIES],
+        ),
         Section(
             "KV transfer",
             "With `kv_transfer`, which workers of the roles prefill and decode have. Sums over the workers.",

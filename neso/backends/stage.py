@@ -9,16 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from neso.backends.llm.metrics import LlmMetrics
+from neso.backends.member_metrics import MemberMetrics
 from neso.backends.restarts import Restarts, restart_counter
-from neso.backends.stage_metrics import StageMetrics
+from neso.backends.stage_metrics import StageEngines, stage_metrics
 from neso.cluster.local_worker import LocalWorker
 from neso.cluster.stages.hub import OpenStage, StageHub
 from neso.cluster.stages.messages import StageHello
-from neso.cluster.stages.stage import StageWorker
+from neso.cluster.stages.stage import Stage, StageWorker
 from neso.cluster.stages.worker import StageWorkerOptions, worker_config
 from neso.engine.errors import EngineError
+from neso.engine.ipc.messages import EngineInfo
 from neso.server.backend import Backend, ModelContext
-from neso.server.errors import Unavailable, Unsupported
+from neso.server.errors import InvalidArgument, Unavailable, Unsupported
 from neso.server.inference_response import ResponseStream
 
 logger = logging.getLogger(__name__)
@@ -42,7 +45,8 @@ class StageBackend(Backend):
         self._restarting: set[asyncio.Task[None]] = set()
         self._hub: StageHub
         self._opened: OpenStage
-        self._metrics: StageMetrics
+        self._metrics: MemberMetrics[Stage, StageWorker]
+        self._engine_metrics: LlmMetrics | None = None
         self._labels: Mapping[str, Sequence[str]] = {}
 
     @classmethod
@@ -64,16 +68,15 @@ class StageBackend(Backend):
         core, name = self.context.core, self.context.name
         try:
             if core.stages is None:
-                core.stages = StageHub(core.options.stages)
+                core.stages = StageHub(core.options.stages, core.metrics)
             self._hub = core.stages
         except EngineError as error:
             raise Unavailable(str(error)) from None
         self._opened = self._hub.open_stage(name, self.context.version, self.context.config)
-        self._metrics = StageMetrics(self.context.metrics, self._opened.stage)
+        self._metrics = stage_metrics(self.context.metrics, self._opened.stage)
         self._hub.connections.on_change(self._on_workers)
         count = self._hub.options.workers[name]
-        for _ in range(count):
-            self._workers.append(self._make_worker())
+        self._workers += [self._make_worker((number, count)) for number in range(count)]
         try:
             if count:
                 await asyncio.gather(*(worker.start() for worker in self._workers))
@@ -82,8 +85,23 @@ class StageBackend(Backend):
             hello = await asyncio.shield(self._opened.first)
         except EngineError as error:
             raise Unavailable(str(error)) from None
+        if hello.engine is not None:
+            self._use_engines(hello.engine, hello.max_queue_size)
         self._labels = hello.labels
         self.context.config.model_transaction_policy.decoupled = hello.decoupled
+
+    def _use_engines(self, engine: EngineInfo, max_queue_size: int | None) -> None:
+        """Show the metrics of the workers' engines, and apply the options of an engine's queue to that of the stage."""
+        stage, context = self._opened.stage, self.context
+        self._engine_metrics = LlmMetrics(context.metrics, StageEngines(stage, engine), counts_steps=False)
+        if self._engine_metrics.adapters is not None:
+            self._engine_metrics.adapters.close()  # which adapters run is not known here
+        batching = type(context.config.dynamic_batching)()
+        batching.CopyFrom(context.config.dynamic_batching)
+        policy = batching.default_queue_policy
+        policy.allow_timeout_override = True
+        policy.max_queue_size = policy.max_queue_size or max_queue_size or 0
+        stage.use_limits(batching)
 
     def _check(self) -> None:
         """Raise `Unsupported` for models that cannot run on workers."""
@@ -95,16 +113,15 @@ class StageBackend(Backend):
             )
         if config.HasField("ensemble_scheduling"):
             raise Unsupported(f"--stage {name}: an ensemble runs in the server; name the models of its steps")
-        if wrapped.language_model is not Backend.language_model or (
-            wrapped.pooling_model is not Backend.pooling_model
+        if (
+            wrapped.language_model is not Backend.language_model
+            and wrapped.engine_group is Backend.engine_group
         ):
-            raise Unsupported(
-                f"--stage {name}: backend '{config.backend}' has an engine; use its option `workers`"
-            )
+            raise Unsupported(f"--stage {name}: backend '{config.backend}' cannot run on workers")
         if self.context.namespace:
             raise Unsupported("--stage cannot be combined with --model-namespacing")
 
-    def _make_worker(self) -> Worker:
+    def _make_worker(self, share: tuple[int, int]) -> Worker:
         core, context = self.context.core, self.context
         config = type(context.config)()
         config.CopyFrom(context.config)
@@ -122,6 +139,7 @@ class StageBackend(Backend):
             if core.options.backend_directory is None
             else str(core.options.backend_directory),
             disable_auto_complete_config=core.options.disable_auto_complete_config,
+            share=share,
             verbose=logger.isEnabledFor(logging.DEBUG),
         )
         worker: Worker = LocalWorker("neso.cluster.stages.worker_process", options, self._hub.connections)
@@ -131,6 +149,8 @@ class StageBackend(Backend):
 
     def _on_workers(self) -> None:
         self._metrics.update()
+        if self._engine_metrics is not None:
+            self._engine_metrics.replace_engine()
         for worker in self._workers:
             worker.kill_if_lost()
 
@@ -152,7 +172,13 @@ class StageBackend(Backend):
             )
 
     def submit(self, request: ResponseStream) -> None:
-        self._opened.stage.submit(request)
+        stage = self._opened.stage
+        if not self.wrapped.stops(request.request):
+            stage.submit(request)
+        elif not request.request.id:
+            raise InvalidArgument("stop: needs the id of the request to stop")
+        else:
+            stage.stop_requests(request)
 
     @property
     def output_labels(self) -> Mapping[str, Sequence[str]]:
@@ -174,3 +200,5 @@ class StageBackend(Backend):
                 self._hub.connections.close_stage(self._opened)
                 self._hub.connections.ignore_changes(self._on_workers)
                 self._metrics.close()
+                if self._engine_metrics is not None:
+                    self._engine_metrics.close()

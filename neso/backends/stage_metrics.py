@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
+from neso.backends.member_metrics import MemberMetrics
 from neso.cluster.stages.stage import Stage, StageWorker
+from neso.engine.client.async_engine import AsyncEngine
+from neso.engine.client.engine_group import sum_info
+from neso.engine.core.stats import EngineStats
+from neso.engine.ipc.messages import EngineInfo
 from neso.server.metrics.registry import Family, ModelMetrics
 
 
@@ -51,33 +55,46 @@ STAGE_WORKER_FAMILIES: dict[Family, Callable[[StageWorker], float]] = {
 }
 
 
-class StageMetrics:
-    """Values of a stage and of its workers, read at each scrape."""
+ENGINE_WORKER_FAMILIES: dict[Family, Callable[[StageWorker], float]] = {
+    _worker_family("running_sequences", "Sequences that its engine executes."): lambda w: w.stats.num_running,
+    _worker_family("waiting_sequences", "Sequences that wait in its engine."): lambda w: w.stats.num_waiting,
+    _worker_family("kv_cache_usage", "Fraction of its KV cache in use."): lambda w: (
+        w.stats.num_used_blocks / w.stats.num_blocks if w.stats.num_blocks else 0.0
+    ),
+}
+"""Values of the workers of language models."""
 
-    def __init__(self, model: ModelMetrics, stage: Stage) -> None:
-        self._model, self._stage = model, stage
-        self._unwatch = [model.watch(family, partial(read, stage)) for family, read in STAGE_FAMILIES.items()]
-        self._unwatch_worker: dict[StageWorker, list[Callable[[], None]]] = {}
 
-    def update(self) -> None:
-        """Add the values of workers that have joined, and remove those of others."""
-        current = set(self._stage.workers.values())
-        for worker in [*self._unwatch_worker]:
-            if worker not in current:
-                self._remove(worker)
-        for worker in current - self._unwatch_worker.keys():
-            self._unwatch_worker[worker] = [
-                self._model.watch(family, partial(read, worker), worker.name)
-                for family, read in STAGE_WORKER_FAMILIES.items()
-            ]
+def stage_metrics(model: ModelMetrics, stage: Stage) -> MemberMetrics[Stage, StageWorker]:
+    """Return the metrics of a stage and of its workers."""
+    return MemberMetrics(
+        model,
+        stage,
+        STAGE_FAMILIES,
+        lambda: [(worker, (worker.name,)) for worker in stage.workers.values()],
+        lambda worker: STAGE_WORKER_FAMILIES | (ENGINE_WORKER_FAMILIES if worker.engine else {}),
+    )
 
-    def _remove(self, worker: StageWorker) -> None:
-        for unwatch in self._unwatch_worker.pop(worker):
-            unwatch()
 
-    def close(self) -> None:
-        """Remove the values of an unloaded model."""
-        for unwatch in self._unwatch:
-            unwatch()
-        for worker in [*self._unwatch_worker]:
-            self._remove(worker)
+class StageEngines:
+    """The engines of a stage's workers, for the metrics of a language model. `first`: those of the first worker."""
+
+    engines: Sequence[AsyncEngine] = ()  # the values of each worker are among those of the stage
+
+    def __init__(self, stage: Stage, first: EngineInfo) -> None:
+        self._stage, self._info = stage, first
+
+    @property
+    def info(self) -> EngineInfo:
+        infos = [worker.engine for worker in self._stage.workers.values() if worker.engine is not None]
+        if infos:
+            self._info = sum_info(infos)
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stage.stats
+
+    @property
+    def num_queued(self) -> int:
+        return self._stage.num_waiting

@@ -56,11 +56,12 @@ class ThroughputLog:
 
     def _read(self) -> dict[Model, Values]:
         models: defaultdict[Model, Values] = defaultdict(Values)
+        others = self._metrics.in_other_processes()
         for name in (*_COUNTERS, *_GAUGES):
             for sample in self._metrics.samples(name):
                 if sample.name == name:  # not the time at which a counter was created
-                    elsewhere = self._metrics.elsewhere.get(sample_key(sample), 0.0)
-                    models[sample.labels["model"], sample.labels["version"]][name] += sample.value + elsewhere
+                    value = sample.value + others.get(sample_key(sample), 0.0)
+                    models[sample.labels["model"], sample.labels["version"]][name] += value
         return dict(models)
 
 

@@ -78,9 +78,9 @@ class WorkerCommand(FlagCommand):
 
 def run(texts: dict[str, list[str]]) -> int:
     """Run the command until SIGTERM or Ctrl-C; returns the exit status."""
+    from neso.cluster.agent import run_agent
     from neso.cluster.stages.worker import StageAgent
     from neso.cluster.worker import Worker
-    from neso.cluster.worker_process import run_agent
     from neso.engine.errors import EngineError
     from neso.server.errors import ServerError
 

@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
 
+from neso.cluster.agent import run_together
 from neso.cluster.jetstream.connection import NatsOptions
 from neso.cluster.jetstream.worker import NatsServers
 from neso.cluster.messages import (
@@ -226,24 +227,16 @@ class Worker:
             raise
         for name in self._servers.greeted:
             self._hello(name)
-        work = [self._from_engine(), self._from_front_ends(), self._beat(), self._until_stopped()]
-        tasks: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(coroutine) for coroutine in (*work, self._servers.run(self))
-        ]
         reason = "it was stopped"
         try:
-            dead = self._channel.dead
-            await asyncio.wait((*tasks, dead), return_when=asyncio.FIRST_COMPLETED)
-            if dead.done():
-                raise EngineError(dead.result())
-            next(task for task in tasks if task.done()).result()
+            await run_together(
+                *(self._until_dead(), self._from_engine(), self._from_front_ends(), self._beat()),
+                *(self._until_stopped(), self._servers.run(self)),
+            )
         except EngineError as error:
             reason = str(error)
             raise
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for name in self._front_ends:
                 self._servers.send(name, Leave(reason))
             await self._servers.close()
@@ -281,6 +274,9 @@ class Worker:
                 loras=self._loras,
             ),
         )
+
+    async def _until_dead(self) -> None:
+        raise EngineError(await asyncio.shield(self._channel.dead))
 
     async def _until_stopped(self) -> None:
         await self._stopped.wait()

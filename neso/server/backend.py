@@ -23,6 +23,7 @@ from neso.server.metrics.registry import ModelMetrics
 from neso.server.repository.names import is_inside
 
 if TYPE_CHECKING:
+    from neso.engine.client.engine_group import EngineGroup
     from neso.generation import GenerationOutput, LanguageModel, PoolingModel
     from neso.server.core import Core
     from neso.server.inference_request import InferenceRequest
@@ -205,6 +206,31 @@ class Backend(ABC):
     def num_instances(self) -> int:
         """Number of concurrent executions: the number of active (not passive) instances."""
         return sum(not spec.passive for spec in instances_of(self.context.config))
+
+    @property
+    def capacity(self) -> int:
+        """Batch entries that are executed at a time, read after `load`: a worker of a stage takes no more.
+
+        By default, the batch entries of the instances: `max_batch_size` of each with `dynamic_batching`, else one.
+        """
+        config = self.context.config
+        batch = int(config.max_batch_size) if config.HasField("dynamic_batching") else 1
+        return max(1, self.num_instances) * max(1, batch)
+
+    @property
+    def max_queue_size(self) -> int | None:
+        """Limit of waiting requests that the backend's own options have, read after `load`; None: they have none."""
+        return None
+
+    @property
+    def engine_group(self) -> EngineGroup | None:
+        """The engines of a model on Neso's engine, read after `load`; None for other models."""
+        return None
+
+    @classmethod
+    def stops(cls, request: InferenceRequest) -> bool:
+        """Return whether a request is to end those with its id."""
+        return False
 
     async def update_instances(self, config: Any) -> bool:
         """Change the number of instances to the number in `config`, without a reload. `config` has no other changes.

@@ -33,6 +33,7 @@ from neso.server.signature import Classifier, Signature
 from neso.server.statistics import FailureReason, ModelStatistics, ResponseOutcome, Timeline
 
 if TYPE_CHECKING:
+    from neso.engine.client.engine_group import EngineGroup
     from neso.generation import LanguageModel, PoolingModel, PoolingRequest
     from neso.server.tracing import TraceParent
 
@@ -72,7 +73,7 @@ class Model:
         self.config: Any = context.config
         self.decoupled = bool(context.config.model_transaction_policy.decoupled)
         self.statistics: ModelStatistics = context.statistics
-        self.signature = Signature(context.config)
+        self.signature = Signature(context.config, reshapes=not backend.on_workers)
         self._classifier = Classifier(context.config, context.directory, backend.output_labels)
         self.load_duration: float = 0.0
         self.source: object = None  # lives as long as the model: it can own a temporary folder
@@ -128,6 +129,21 @@ class Model:
     def passes_references(self) -> bool:
         """Whether inputs and outputs can be references to tensors on workers, which a cache could not read."""
         return self._backend.on_workers and self._cached is None
+
+    @property
+    def capacity(self) -> int:
+        """See `Backend.capacity`."""
+        return self._backend.capacity
+
+    @property
+    def max_queue_size(self) -> int | None:
+        """See `Backend.max_queue_size`."""
+        return self._backend.max_queue_size
+
+    @property
+    def engine_group(self) -> EngineGroup | None:
+        """See `Backend.engine_group`."""
+        return self._backend.engine_group
 
     @property
     def pending_count(self) -> int:

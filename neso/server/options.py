@@ -318,6 +318,8 @@ class ServerOptions:
         StageOptions, FlagGroup(StageOptions, topic="Stages (models of a repository on workers)")
     ] = field(default_factory=StageOptions)
     config_checks: tuple[Callable[[Any], None], ...] = ()
+    stage_share: tuple[int, int] | None = None
+    """In a worker of a stage: its number and the number of workers of this host, which share CPUs, GPUs and memory."""
 
     def __post_init__(self) -> None:
         self._normalize()

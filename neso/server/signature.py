@@ -150,9 +150,12 @@ class TensorSpec:
 
 
 class Signature:
-    """The inputs and outputs of one model, compiled from its configuration for fast checks."""
+    """The inputs and outputs of one model, compiled from its configuration for fast checks.
 
-    def __init__(self, config: Any) -> None:
+    `reshapes`: False if another process, which executes the model, reshapes its inputs and outputs.
+    """
+
+    def __init__(self, config: Any, reshapes: bool = True) -> None:
         self.model = config.name
         self.max_batch_size = int(config.max_batch_size)
         self.inputs = {tensor.name: TensorSpec.of(tensor) for tensor in config.input}
@@ -167,8 +170,12 @@ class Signature:
         self._variable = [
             tensor.name for tensor in config.input if -1 in tensor.dims and not tensor.allow_ragged_batch
         ]
-        self._reshaped_inputs = [name for name, spec in self.inputs.items() if spec.reshape is not None]
-        self._reshaped_outputs = {name for name, spec in self.outputs.items() if spec.reshape is not None}
+        self._reshaped_inputs = [
+            name for name, spec in self.inputs.items() if reshapes and spec.reshape is not None
+        ]
+        self._reshaped_outputs = {
+            name for name, spec in self.outputs.items() if reshapes and spec.reshape is not None
+        }
         self.reshapes_outputs = bool(self._reshaped_outputs)  # whether `restore` changes anything
 
     def metadata(self, specs: dict[str, TensorSpec]) -> list[TensorMetadata]:

@@ -15,6 +15,7 @@ import neso.server.processes.messages as wire
 from neso.cluster.stages.manifold import Manifold
 from neso.cluster.stages.messages import Flow, Outcome, StageReport, Stop, Task, Work
 from neso.cluster.stages.stage import Stage, StageWorker
+from neso.engine.core.stats import EngineStats
 from neso.generation import Span
 from neso.server.backlog import Backlog
 from neso.server.errors import Cancelled, InternalError, Overloaded, Unavailable
@@ -224,6 +225,32 @@ async def test_worker_that_ends_gets_no_more_requests():
     await bench.submit("1")
     await bench.submit("2")
     assert (bench.ids(ending), bench.ids(other)) == ([], ["1"])
+
+
+async def test_request_that_stops_others_goes_to_their_worker_beside_its_slots():
+    bench = Bench()
+    worker, idle = bench.worker("a"), bench.worker("b")
+    running, other, waiting = await bench.submit("x"), await bench.submit("other"), await bench.submit("x")
+    stop = request("x")
+    bench.stage.stop_requests(stop)
+    assert bench.ids(worker) == ["x", "x"] and bench.ids(idle) == ["other"]
+    for stream in (stop, waiting):
+        assert (await anext(stream)).flag_only
+    await bench.answer(worker, bench.tasks(worker)[1], 0.0)
+    await bench.answer(worker, bench.tasks(worker)[0], 3.0)
+    assert await value(running) == 3.0
+    assert bench.stage.num_waiting == 0 and not other.closed and not worker.jobs
+
+
+async def test_statistics_of_lost_engines_are_kept():
+    bench = Bench()
+    first, second = bench.worker("a"), bench.worker("b")
+    bench.stage.report(first, StageReport(True, stats=EngineStats(step=5, num_running=2, preemptions=1)))
+    bench.stage.report(second, StageReport(True, stats=EngineStats(step=7, num_running=1)))
+    bench.stage.report(second, StageReport(True))
+    bench.stage.lose(first, "it was killed")
+    stats = bench.stage.stats
+    assert (stats.step, stats.num_running, stats.preemptions) == (12, 1, 1)
 
 
 async def test_worker_waits_for_a_slow_client():

@@ -123,6 +123,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("models")
     write_model(repository, "scale", SCALE)
     write_model(repository, "hang", HANG_ONCE)
+    write_model(repository, "reshaped", SCALE)
+    config = repository / "reshaped" / "config.pbtxt"
+    config.write_text(config.read_text().replace("dims: [ -1 ]", "dims: [ 1, 4 ] reshape { shape: [ 4 ] }"))
     write_model(repository, "widen", WIDEN)
     write_model(repository, "sum", SUM)
     write_ensemble(repository, "chain", "widen", "scale", "sum")
@@ -145,6 +148,7 @@ class StageServer:
             f"--model-repository={repository}",
             *("--stage=scale=2", "--stage=hang=2", "--stage=count=1"),
             *("--stage=widen=1", "--stage=sum=1", "--stage=hang_in_chain=1"),
+            "--stage=reshaped=1",
             f"--stage-address={self.address}",
             f"--stage-token-file={self.token_file}",
         )
@@ -185,6 +189,19 @@ def test_requests_are_executed_by_workers(server: StageServer):
     assert results == [[10.0 * number, 20.0] for number in range(32)]
     assert server.count("scale", "grants_total") == 32
     assert server.count("scale", "workers") == len(server.workers("scale")) == 2
+
+
+def test_classification_and_reshaped_tensors(server: StageServer):
+    tensor = {"name": "X", "datatype": "FP32", "shape": [4], "data": [1, 5, 3, 2]}
+    body = {"inputs": [tensor], "outputs": [{"name": "Y", "parameters": {"classification": 2}}]}
+    status, answer = server.process.post("/v2/models/scale/infer", body)
+    assert status == 200, answer
+    assert answer["outputs"][0]["data"] == ["50.000000:1", "30.000000:2"]
+    status, answer = server.process.post(
+        "/v2/models/reshaped/infer", {"inputs": [{**tensor, "shape": [1, 4]}]}
+    )
+    assert status == 200, answer
+    assert (answer["outputs"][0]["shape"], answer["outputs"][0]["data"]) == ([1, 4], [10, 50, 30, 20])
 
 
 def test_request_of_a_killed_worker_is_repeated_on_another_one(server: StageServer, repository: Path):

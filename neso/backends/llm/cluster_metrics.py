@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
+from neso.backends.member_metrics import MemberMetrics
 from neso.cluster.front_end import ClusterChannel
 from neso.cluster.work_queue import WorkerState
-from neso.engine.cluster_config import Roles
 from neso.server.metrics.registry import Family, ModelMetrics
 
 
@@ -79,39 +78,16 @@ WORKER_FAMILIES: dict[Family, Callable[[WorkerState], float]] = {
 }
 
 
-class ClusterMetrics:
-    """Values of a model's work queue and of its workers, read at each scrape."""
-
-    def __init__(self, model: ModelMetrics, channel: ClusterChannel) -> None:
-        self._model, self._channel = model, channel
-        self._unwatch = [
-            model.watch(family, partial(read, channel)) for family, read in CLUSTER_FAMILIES.items()
-        ]
-        self._unwatch_worker: dict[tuple[WorkerState, Roles], list[Callable[[], None]]] = {}
-        self.update()
-        channel.connections.on_change(self.update)
-
-    def update(self) -> None:
-        """Add the values of workers that have joined or changed their roles, and remove those of others."""
-        current = {(worker, worker.roles) for worker in self._channel.workers}
-        for key in [*self._unwatch_worker]:
-            if key not in current:
-                self._remove(key)
-        for worker, roles in current:
-            if (worker, roles) not in self._unwatch_worker:
-                labels = (worker.name, "+".join(sorted(roles)))
-                self._unwatch_worker[worker, roles] = [
-                    self._model.watch(family, partial(read, worker), *labels)
-                    for family, read in WORKER_FAMILIES.items()
-                ]
-
-    def _remove(self, key: tuple[WorkerState, Roles]) -> None:
-        for unwatch in self._unwatch_worker.pop(key):
-            unwatch()
-
-    def close(self) -> None:
-        """Remove the values of an unloaded model."""
-        for unwatch in self._unwatch:
-            unwatch()
-        for key in [*self._unwatch_worker]:
-            self._remove(key)
+def cluster_metrics(
+    model: ModelMetrics, channel: ClusterChannel
+) -> MemberMetrics[ClusterChannel, WorkerState]:
+    """Return the metrics of a model's work queue and of its workers, labelled with their roles."""
+    metrics = MemberMetrics(
+        model,
+        channel,
+        CLUSTER_FAMILIES,
+        lambda: [(worker, (worker.name, "+".join(sorted(worker.roles)))) for worker in channel.workers],
+        lambda worker: WORKER_FAMILIES,
+    )
+    channel.connections.on_change(metrics.update)
+    return metrics

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from neso.backends.llm.cluster_metrics import ClusterMetrics
+from neso.backends.llm.cluster_metrics import cluster_metrics
 from neso.backends.llm.engine_sharing import EngineReconnector, EngineShare
 from neso.backends.llm.engine_supervisor import EngineSupervisor
 from neso.backends.llm.launched_ranks import claim_launched_ranks, with_launched_ranks
 from neso.backends.llm.metrics import LlmMetrics, RequestTimer
 from neso.backends.llm.orchestrator_mode import with_own_devices
+from neso.backends.member_metrics import MemberMetrics
 from neso.backends.option_files import (
     log_default_sampling,
     read_object,
@@ -110,6 +111,20 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
         return replace(engine, lora=replace(engine.lora, lora_modules=paths), logits_processors=processors)
     except (ModelNotFound, ValueError) as error:
         raise InvalidArgument(str(error)) from None
+
+
+def stage_engine_config(config: EngineConfig) -> EngineConfig:
+    """Return the options of the engine of a stage's worker: the queue and its limit are the server's.
+
+    Raises `InvalidArgument` for options that do not fit.
+    """
+    if config.cluster.enabled:
+        raise InvalidArgument(
+            "workers, worker_address: cannot be combined with --stage, which starts workers"
+        )
+    if config.rank_address is not None:
+        raise InvalidArgument("rank_address cannot be combined with --stage")
+    return replace(config, scheduler=replace(config.scheduler, max_queue_size=None))
 
 
 logger = logging.getLogger(__name__)
@@ -247,7 +262,7 @@ class EngineBackend(Backend):
         self._engine: EngineGroup | None = None
         self._metrics: LlmMetrics | None = None
         self._workers: ClusterEngine | None = None
-        self._cluster_metrics: ClusterMetrics | None = None
+        self._cluster_metrics: MemberMetrics[Any, Any] | None = None
         self._supervisor: EngineSupervisor | EngineReconnector | None = None
 
     @abstractmethod
@@ -262,6 +277,9 @@ class EngineBackend(Backend):
         count = len(config.cluster.local_roles) or config.data_parallel_size or self.num_instances
         claim_launched_ranks(context.core.devices, config, context.name, count)
         gpus = [str(gpu) for gpu in available_gpus()]
+        share = context.core.options.stage_share
+        if share is not None:
+            config = stage_engine_config(config)
         workers: ClusterEngine | None = None
         try:
             config = with_own_devices(config, context, self, count, gpus)
@@ -269,7 +287,9 @@ class EngineBackend(Backend):
                 workers = await ClusterEngine.open(config, gpus)
                 engine = EngineGroup([workers], config)
             else:
-                engine = await EngineGroup.start(config, count, gpus=gpus, in_process=in_process)
+                engine = await EngineGroup.start(
+                    config, count, gpus=gpus, in_process=in_process, share=share or (0, 1)
+                )
         except BaseException as error:
             context.core.devices.release(self)
             if isinstance(error, EngineError):
@@ -285,7 +305,7 @@ class EngineBackend(Backend):
         self._metrics = LlmMetrics(context.metrics, engine, iterations=self.iteration_metrics)
         self._workers = workers
         if workers is not None:
-            self._cluster_metrics = ClusterMetrics(context.metrics, workers.cluster)
+            self._cluster_metrics = cluster_metrics(context.metrics, workers.cluster)
         self._log_loaded(info, count)
         if self.language_model is not None:
             log_default_sampling(
@@ -372,6 +392,18 @@ class EngineBackend(Backend):
         """The engines of the model. Only available after `load`."""
         assert self._engine is not None, "the model is not loaded"
         return self._engine
+
+    @property
+    def engine_group(self) -> EngineGroup:
+        return self.engine
+
+    @property
+    def capacity(self) -> int:
+        return self.engine.info.max_num_seqs
+
+    @property
+    def max_queue_size(self) -> int | None:
+        return self._config.scheduler.max_queue_size
 
     @property
     def text(self) -> EngineTokenizer:

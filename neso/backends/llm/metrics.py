@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import get_args
+from typing import Protocol, get_args
 
 from neso.backends import generation_metrics as families
 from neso.backends.generation_metrics import GenerationMetrics
 from neso.engine.client.async_engine import AsyncEngine
-from neso.engine.client.engine_group import EngineGroup
 from neso.engine.core.stats import EngineStats, FallbackReason, KvTransferStats
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LoraConfig
@@ -131,13 +130,27 @@ FALLBACK_REASONS: list[FallbackReason] = [
 ]
 
 
+class Engines(Protocol):
+    """The engines of a model: an `EngineGroup`, or those of a stage's workers."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def num_queued(self) -> int: ...
+    @property
+    def engines(self) -> Sequence[AsyncEngine]:
+        """Those whose values are shown one by one."""
+
+
 class EngineGauges:
     """Gauges and counters of the engines of a model, read at each scrape: sums, and a few for each engine.
 
     `iterations`: include TensorRT-LLM's statistics of iterations.
     """
 
-    def __init__(self, model: ModelMetrics, engine: EngineGroup, *, iterations: bool = True) -> None:
+    def __init__(self, model: ModelMetrics, engine: Engines, *, iterations: bool = True) -> None:
         self._model = model
         self._engine = engine
         self._unwatch: list[Callable[[], None]] = []
@@ -338,7 +351,7 @@ class LlmMetrics(GenerationMetrics):
     def __init__(
         self,
         model: ModelMetrics,
-        engine: EngineGroup,
+        engine: Engines,
         *,
         iterations: bool = True,
         counts_steps: bool = True,

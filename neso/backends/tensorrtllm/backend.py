@@ -29,6 +29,7 @@ from neso.engine.config import EngineConfig
 from neso.generation import InvalidParameter, LoraRequest
 from neso.server.backend import ModelContext
 from neso.server.errors import InvalidArgument
+from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import ResponseStream
 from neso.server.tensor import DataType
 
@@ -58,6 +59,11 @@ class TensorRtLlmBackend(EngineBackend):
         cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
     ) -> None:
         signature.complete(config)
+
+    @classmethod
+    def stops(cls, request: InferenceRequest) -> bool:
+        tensor = request.inputs.get("stop")
+        return request.parameters.get("stop") is True if tensor is None else bool(tensor.array.any())
 
     def engine_config(self) -> EngineConfig:
         context = self.context
@@ -115,7 +121,7 @@ class TensorRtLlmBackend(EngineBackend):
     def submit(self, stream: ResponseStream) -> None:
         request = stream.request
         self._reader.read_parameters(request)
-        if self._reader.stops(request):
+        if self.stops(request):
             if not request.id:
                 raise InvalidArgument("stop: needs the id of the request to stop")
             self._running.stop(request.id)

@@ -151,11 +151,6 @@ class RequestReader:
             _check_single(rows)
         return rows
 
-    def stops(self, request: InferenceRequest) -> bool:
-        """Return whether a request stops another request."""
-        tensor = request.inputs.get("stop")
-        return tensor is not None and bool(tensor.array.any())
-
     def read_parameters(self, request: InferenceRequest) -> None:
         """Add the request parameters that are names of inputs to the inputs. Raises `InvalidArgument`.
 

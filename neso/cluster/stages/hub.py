@@ -23,6 +23,7 @@ from neso.cluster.stages.messages import (
 from neso.cluster.stages.stage import Stage, StageWorker
 from neso.engine.errors import EngineError
 from neso.server.errors import Unavailable
+from neso.server.metrics.registry import MetricsRegistry
 from neso.server.stage_options import StageOptions
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 class StageConnections(Connections[StageHello, StageWorker]):
     """Connects each worker with the stage of its model. `stages`: by model and version."""
 
-    def __init__(self, silence: float, sockets: Sequence[FrontEndSocket]) -> None:
+    def __init__(self, silence: float, sockets: Sequence[FrontEndSocket], metrics: MetricsRegistry) -> None:
+        self._metrics = metrics
         self.stages: dict[tuple[str, str], OpenStage] = {}
         self._stage_of: dict[StageWorker, OpenStage] = {}
         super().__init__(StageHello, from_worker, silence, sockets)
@@ -48,7 +50,7 @@ class StageConnections(Connections[StageHello, StageWorker]):
             )
         if hello.signature != stage.signature:
             raise WorkerFailed(f"its model '{hello.model}' has other inputs, outputs or batching options")
-        worker = StageWorker(name, hello.host_id, max(1, hello.slots))
+        worker = StageWorker(name, hello.host_id, max(1, hello.slots), hello.engine)
         self._stage_of[worker] = stage
         return worker
 
@@ -60,6 +62,7 @@ class StageConnections(Connections[StageHello, StageWorker]):
 
     def _received(self, worker: StageWorker, message: Any) -> None:
         assert isinstance(message, StageReport)
+        self._metrics.add(message.counts)
         self._stage_of[worker].stage.report(worker, message)
 
     def _lost(self, worker: StageWorker, reason: str) -> None:
@@ -84,9 +87,12 @@ class OpenStage:
 
 
 class StageHub:
-    """Where the workers of all stages connect. Bound to the running event loop. Raises `EngineError`."""
+    """Where the workers of all stages connect. Bound to the running event loop. Raises `EngineError`.
 
-    def __init__(self, options: StageOptions) -> None:
+    `metrics`: gets what the workers count.
+    """
+
+    def __init__(self, options: StageOptions, metrics: MetricsRegistry) -> None:
         self.options = options
         token = read_token(options.token_file)
         self._directory = Path(tempfile.mkdtemp(prefix="neso-stages-"))
@@ -98,7 +104,7 @@ class StageHub:
         self.local_address = addresses[0]
         for address in addresses[1:]:
             logger.info("workers of stages can join at %s", address)
-        self.connections = StageConnections(options.heartbeat_timeout, sockets)
+        self.connections = StageConnections(options.heartbeat_timeout, sockets, metrics)
         self.manifold = Manifold(self.connections.knows, self.connections.send)
         self._num_workers: Counter[str] = Counter()
 

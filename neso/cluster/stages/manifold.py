@@ -94,6 +94,7 @@ def unpack_request(task: Task) -> InferenceRequest:
         raise ValueError("it is no request with tensors")
     request = wire.unpack_request(message)
     request.client = ""  # the server has counted it
+    request.classification = {}  # the server classifies
     return request
 
 

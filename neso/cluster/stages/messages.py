@@ -9,8 +9,11 @@ import msgspec
 
 from neso.cluster.messages import Goodbye, Introduce, Leave, Ping, Refused, Welcome
 from neso.cluster.stages.tensors import TensorRef
+from neso.engine.core.stats import EngineStats
+from neso.engine.ipc.messages import EngineInfo
+from neso.server.metrics.registry import SampleKey
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Both sides must have the same version."""
 
 Durations = tuple[int, int, int]
@@ -23,6 +26,7 @@ class StageHello(msgspec.Struct, frozen=True, tag="stage-hello"):
     - signature: inputs, outputs, batching and transaction policy of its model, see `signature_digest`
     - slots: number of batch entries that it executes at a time
     - host_id: identifies the running system, see `TensorRef`; labels: classification labels by output
+    - engine: properties of the engine of a language model; max_queue_size: limit of waiting requests of its options
     """
 
     version: int
@@ -36,6 +40,8 @@ class StageHello(msgspec.Struct, frozen=True, tag="stage-hello"):
     host_id: str
     decoupled: bool
     labels: dict[str, list[str]]
+    engine: EngineInfo | None = None
+    max_queue_size: int | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
@@ -54,10 +60,16 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageReport(msgspec.Struct, frozen=True, tag="stage-report"):
-    """Responses, if any; also sent regularly as a heartbeat. `accepts`: False if the worker takes no more requests."""
+    """Responses, if any; also sent regularly as a heartbeat.
+
+    - accepts: False if the worker takes no more requests
+    - stats: of its engine; counts: by what its counters and histograms have changed. Both only with heartbeats
+    """
 
     accepts: bool
     outcomes: list[Outcome] = []
+    stats: EngineStats | None = None
+    counts: list[tuple[SampleKey, float]] = []
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):

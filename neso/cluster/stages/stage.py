@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -20,6 +20,8 @@ import msgspec
 from neso.cluster.stages.manifold import Manifold
 from neso.cluster.stages.messages import Durations, Flow, Outcome, StageReport, Stop, Task, Work
 from neso.cluster.stages.tensors import remote_ref
+from neso.engine.core.stats import EngineStats
+from neso.engine.ipc.messages import EngineInfo
 from neso.generation.spans import Span
 from neso.server.errors import Cancelled, InternalError, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
@@ -61,11 +63,13 @@ class Job:
 class StageWorker:
     """A worker as the server knows it.
 
-    `host`: identifies its system; `slots`: batch entries that it executes at a time; `turn`: of its last request.
+    - host: identifies its system; slots: batch entries that it executes at a time; turn: of its last request
+    - engine, stats: properties and statistics of the engine of a language model
     """
 
-    def __init__(self, name: str, host: str, slots: int) -> None:
-        self.name, self.host, self.slots = name, host, slots
+    def __init__(self, name: str, host: str, slots: int, engine: EngineInfo | None = None) -> None:
+        self.name, self.host, self.slots, self.engine = name, host, slots, engine
+        self.stats = EngineStats()
         self.turn = 0
         self.accepts = True
         self.jobs: dict[int, Job] = {}
@@ -118,6 +122,7 @@ class Stage:
         self.workers: dict[str, StageWorker] = {}
         self.counters = StageCounters()
         self._queue = PriorityQueue.of(batching)
+        self._past = EngineStats()  # counters of the engines of workers that were lost
         self._repeated: deque[Job] = deque()  # before all that wait in the queue
         self._jobs: dict[int, Job] = {}
         self._max_attempts = max_attempts
@@ -137,6 +142,39 @@ class Stage:
         waiting = [*(job.stream for job in self._repeated), *self._queue.waiting()]
         oldest = min((stream.timeline.queue_start for stream in waiting), default=None)
         return 0.0 if oldest is None else (time.monotonic_ns() - oldest) * 1e-9
+
+    @property
+    def stats(self) -> EngineStats:
+        """Statistics of the engines of all workers, including lost ones. Requests in the queue count as waiting."""
+        stats = EngineStats.sum([worker.stats for worker in self.workers.values()] or [EngineStats()])
+        queued = self.num_waiting
+        return msgspec.structs.replace(
+            stats.after(self._past),
+            num_requests=stats.num_requests + queued,
+            num_waiting=stats.num_waiting + queued,
+        )
+
+    def use_limits(self, batching: Any) -> None:
+        """Use another `ModelDynamicBatching` message, before the first request."""
+        self._queue = PriorityQueue.of(batching)
+
+    def stop_requests(self, stream: ResponseStream) -> None:
+        """Let workers execute a request that ends those with its id, beside all others; waiting ones end here."""
+        name = stream.request.id
+        for waiting in [*(job.stream for job in self._repeated), *self._queue.waiting()]:
+            if waiting.request.id == name:
+                callbacks = waiting.request.begin_cancel()
+                waiting.finish()
+                for callback in callbacks:
+                    callback()
+        jobs = [job for job in self._jobs.values() if job.stream.request.id == name]
+        for worker in {job.worker for job in jobs if job.worker is not None}:
+            self._num_jobs += 1
+            job = Job(self._num_jobs, ResponseStream(replace(stream.request)), time.monotonic_ns())
+            task = self._manifold.pack(job.number, job.attempt, job.stream.request, self.version)
+            self._give(job, worker)
+            self._send(worker.name, Work([task]))
+        stream.finish()
 
     def submit(self, stream: ResponseStream) -> None:
         """Queue a request, or reject it."""
@@ -257,6 +295,8 @@ class Stage:
     def report(self, worker: StageWorker, report: StageReport) -> None:
         """Process responses of a worker."""
         worker.accepts = report.accepts
+        if report.stats is not None:
+            worker.stats = report.stats
         for outcome in report.outcomes:
             job = self._jobs.get(outcome.number)
             if job is None or job.worker is not worker or job.attempt != outcome.attempt:
@@ -294,6 +334,7 @@ class Stage:
         """Give up a worker: its requests wait for another one, unless it has sent responses of them."""
         if self.workers.get(worker.name) is worker:
             del self.workers[worker.name]
+        self._past = EngineStats().after(worker.stats).after(self._past)
         self.counters.lost_workers += 1
         logger.warning("worker '%s' is lost with %d requests: %s", worker.name, len(worker.jobs), reason)
         for job in reversed(tuple(worker.jobs.values())):

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 import neso.server.processes.messages as wire
+from neso.cluster.agent import run_together
 from neso.cluster.messages import Goodbye, Introduce, Leave, Ping, Refused, Welcome
 from neso.cluster.sockets import WorkerSocket, read_token
 from neso.cluster.stages.hub import signature_digest
@@ -37,11 +38,11 @@ from neso.cluster.stages.messages import (
 from neso.cluster.stages.tensors import TensorReader, TensorServer, TensorStore
 from neso.engine.errors import EngineError
 from neso.engine.kv_transfer.protocol import host_id
-from neso.server.config.scheduling import instances_of
 from neso.server.core import Core
-from neso.server.errors import Cancelled, ServerError
+from neso.server.errors import Cancelled, Restarting, ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.metrics.registry import SampleKey
 from neso.server.model import Model
 from neso.server.options import ModelControlMode, ServerOptions
 
@@ -56,6 +57,7 @@ class StageWorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     - version: the version that is served; "": the newest one
     - address: of the server; token_file: with its secret, if workers of other hosts can join
     - name: unique among its workers; drain_seconds: to finish requests at the end; verbose: log each request
+    - share: its number and the number of workers of this host, between whose engines CPUs and GPUs are divided
     - the other options are those of `ServerOptions`
     """
 
@@ -71,6 +73,7 @@ class StageWorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     backend_directory: str | None = None
     model_config_name: str = ""
     disable_auto_complete_config: bool = False
+    share: tuple[int, int] = (0, 1)
     verbose: bool = False
 
     def server_options(self) -> ServerOptions:
@@ -84,6 +87,7 @@ class StageWorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
             model_config_name=self.model_config_name,
             disable_auto_complete_config=self.disable_auto_complete_config,
             exit_timeout=self.drain_seconds,
+            stage_share=self.share,
         )
 
 
@@ -108,6 +112,8 @@ class StageAgent:
         self._sinks: dict[tuple[int, int], Callable[[InferenceResponse], None]] = {}
         self._read_in: dict[tuple[int, int], tuple[int, str]] = {}  # see `Outcome.reading`
         self._outcomes: list[Outcome] = []
+        self._counts: dict[SampleKey, float] = {}  # those that the server knows
+        self._engine_lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._welcome: Welcome | None = None
         self._silent_checks = 0
         self._draining = False
@@ -131,21 +137,16 @@ class StageAgent:
             await self._core.stop(0)
             raise EngineError(reason) from None
         self._hello()
-        work = [self._receive(), self._beat(), self._until_stopped()]
+        work = [self._until_engine_lost(), self._receive(), self._beat(), self._until_stopped()]
         if self._tensors is not None:
             work.append(self._tensors.run())
-        tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
         reason = "it was stopped"
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            next(task for task in tasks if task.done()).result()
+            await run_together(*work)
         except EngineError as error:
             reason = str(error)
             raise
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             self._socket.send(Leave(reason))
             self._socket.close()
             if self._tensors is not None:
@@ -171,12 +172,17 @@ class StageAgent:
                 model=model.name,
                 model_version=model.version,
                 signature=signature_digest(model.config),
-                slots=_slots(model.config),
+                slots=model.capacity,
                 host_id=host_id(),
                 decoupled=model.decoupled,
                 labels={name: list(labels) for name, labels in model.labels.items()},
+                engine=None if model.engine_group is None else model.engine_group.info,
+                max_queue_size=model.max_queue_size,
             )
         )
+
+    async def _until_engine_lost(self) -> None:
+        raise EngineError(await self._engine_lost)
 
     async def _until_stopped(self) -> None:
         await self._stopped.wait()
@@ -185,14 +191,14 @@ class StageAgent:
             await asyncio.wait_for(self._idle.wait(), self._options.drain_seconds)
         except asyncio.TimeoutError:
             logger.warning("%d requests have not ended in time", len(self._running))
-        self._report()
+        self._report_metrics()
 
     async def _beat(self) -> None:
         """Send a report regularly, and give the server up when it is silent."""
         while True:
             silence = self._welcome.silence if self._welcome is not None else 0.0
             await asyncio.sleep(min(1.0, silence / 8) if silence else 1.0)
-            self._report()
+            self._report_metrics()
             self._silent_checks += 1
             if silence and self._silent_checks > 2 * max(8, silence):
                 logger.warning("the server has not responded for %g s", 2 * silence)
@@ -200,11 +206,24 @@ class StageAgent:
                 self._hello()
                 self._silent_checks = 0
 
-    def _report(self) -> None:
+    def _report(self, **metrics: Any) -> None:
         outcomes, self._outcomes = self._outcomes, []
         if self._welcome is not None:
             accepts = not self._draining and self._model.ready()
-            self._socket.send(StageReport(accepts, outcomes))
+            self._socket.send(StageReport(accepts, outcomes, **metrics))
+
+    def _report_metrics(self) -> None:
+        """Send a report with the values of metrics."""
+        if self._welcome is None:
+            return
+        known, self._counts = self._counts, self._core.metrics.counts()
+        new = [
+            (key, value - known.get(key, 0.0))
+            for key, value in self._counts.items()
+            if value != known.get(key, 0.0)
+        ]
+        engine = self._model.engine_group
+        self._report(stats=None if engine is None else engine.stats, counts=new)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -295,13 +314,26 @@ class StageAgent:
         def receive(response: InferenceResponse) -> None:
             if self._running.get(key) is not stream:
                 return  # the server has given this worker up: it would not free what is kept
+            if isinstance(response.error, Restarting) and self._model.engine_group is not None:
+                # Another worker executes the request, as if this process had ended together with its engine.
+                if not self._engine_lost.done():
+                    self._engine_lost.set_result(response.error.message)
+                return
             durations = None
             if response.final:
                 del self._running[key], self._sinks[key]
                 self._check_idle()
                 _, *stages = stream.timeline.stages(time.monotonic_ns())
                 durations = (stages[0], stages[1], stages[2])
-            self._send(task, response, durations)
+            try:
+                self._send(task, response, durations)
+            except Exception as error:
+                logger.exception("a response of request '%s' cannot be encoded", response.id)
+                self._running.pop(key, None)
+                self._sinks.pop(key, None)
+                self._check_idle()
+                self._fail(task, error)
+                stream.cancel()
 
         return receive
 
@@ -366,10 +398,3 @@ def worker_config(config: Any) -> str:
         for name in ("default_queue_policy", "priority_queue_policy"):
             own.dynamic_batching.ClearField(name)
     return json.dumps(json_format.MessageToDict(own, preserving_proto_field_name=True))
-
-
-def _slots(config: Any) -> int:
-    """Return the number of batch entries that the instances of a model execute at a time."""
-    instances = sum(not spec.passive for spec in instances_of(config))
-    batch = int(config.max_batch_size) if config.HasField("dynamic_batching") else 1
-    return max(1, instances) * max(1, batch)

@@ -68,14 +68,22 @@ class EngineGroup(AsyncRequests):
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, count: int = 1, *, gpus: Sequence[str] = (), in_process: bool = False
+        cls,
+        config: EngineConfig,
+        count: int = 1,
+        *,
+        gpus: Sequence[str] = (),
+        in_process: bool = False,
+        share: tuple[int, int] = (0, 1),
     ) -> EngineGroup:
         """Start `count` engines and wait until all have loaded the model. Raises `EngineError` if one cannot.
 
-        `gpus`: the GPUs that are divided between the engines, see `place_engines`.
+        - gpus: the GPUs that are divided between the engines, see `place_engines`
+        - share: number of this group, and number of equal groups in processes of this host, which share its devices
         """
+        number, groups = share
         try:
-            configs = place_engines(config, count, gpus)
+            configs = place_engines(config, count * groups, gpus)[count * number : count * (number + 1)]
         except ValueError as error:
             raise EngineError(str(error)) from None
         if count > 1:  # the group has the queue

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -97,7 +98,20 @@ class MetricsRegistry(CollectorRegistry):
         self.namespaced = namespaced
         self._families: dict[str, tuple[Family, Collector]] = {}
         self.elsewhere: Mapping[SampleKey, float] = {}
-        """Samples of counters and histograms of other processes, which are added at each scrape."""
+        """Samples of counters and histograms of front-end processes, which are added at each scrape."""
+        self._on_workers: defaultdict[SampleKey, float] = defaultdict(float)
+
+    def add(self, samples: Iterable[tuple[SampleKey, float]]) -> None:
+        """Add what a worker of a stage has counted since its last message."""
+        for key, value in samples:
+            self._on_workers[key] += value
+
+    def in_other_processes(self) -> dict[SampleKey, float]:
+        """Return the samples of counters and histograms of front-end processes and workers."""
+        total = dict(self.elsewhere)
+        for key, value in self._on_workers.items():
+            total[key] = total.get(key, 0.0) + value
+        return total
 
     def counter(self, family: Family) -> Counter:
         """Return the counter of a family, which the models share. The first call creates it. Raises `AlreadyExists`."""
@@ -168,7 +182,7 @@ class MetricsRegistry(CollectorRegistry):
         return "".join(lines).encode()
 
     def _lines(self) -> Iterator[str]:
-        rest = dict(self.elsewhere)
+        rest = self.in_other_processes()
         for metric in self.collect():
             if rest and metric.type in ("counter", "histogram"):
                 _add(metric, rest)

@@ -355,3 +355,33 @@ async def test_engine_that_ends_during_an_unload_is_not_restarted(core):
     await asyncio.sleep(0)
     await core.unload_model("pilot")
     assert supervisor._restarting[0] is not first and supervisor._restarting[0].cancelled()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [({"workers": 1}, "workers, worker_address: cannot be combined with --stage"), ({}, "")],
+    ids=["workers", "none"],
+)
+async def test_worker_of_a_stage_has_an_engine_without_a_limit_of_its_queue(tmp_path, options, message):
+    write_repository(tmp_path, num_blocks=64, max_num_seqs=3, max_queue_size=2, **options)
+    core = Core(
+        ServerOptions(
+            model_repository=(tmp_path,),
+            model_control_mode=ModelControlMode.EXPLICIT,
+            backend_config={"llm": {"in-process": "true"}},
+            stage_share=(1, 2),
+        )
+    )
+    await core.start()
+    try:
+        if message:
+            with pytest.raises(ServerError, match=message):
+                await core.load_model("pilot")
+            return
+        await core.load_model("pilot")
+        model = core.model("pilot")
+        assert (model.capacity, model.max_queue_size) == (3, 2)
+        results = await asyncio.gather(*(outputs(core, request()) for _ in range(8)))
+        assert len(results) == 8
+    finally:
+        await core.stop(0)

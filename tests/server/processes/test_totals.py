@@ -69,8 +69,12 @@ def test_metrics_of_other_processes_are_rendered():
         histogram.labels("m", "1").observe(amount)
     there.counter(Family("n_total", "counter", "help")).labels("other", "1").inc(9)
     here.elsewhere = there.counts()
+    worker = MetricsRegistry()
+    worker.counter(Family("n_total", "counter", "help")).labels("m", "1").inc(10)
+    for _ in range(2):  # a worker sends what is new
+        here.add(worker.counts().items())
     lines = here.render().decode().splitlines()
-    assert 'n_total{model="m",version="1"} 7' in lines
+    assert 'n_total{model="m",version="1"} 27' in lines
     assert 'n_total{model="other",version="1"} 9' in lines
     assert 'h_count{model="m",version="1"} 2' in lines and 'h_sum{model="m",version="1"} 7' in lines
     assert 'h_bucket{model="m",version="1",le="1"} 0' in lines
