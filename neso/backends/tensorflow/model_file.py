@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
 
 from neso.backends.tensor import Parameters
+from neso.backends.tensor.model import output_names, server_inputs
 from neso.backends.tensor.signature import ModelSignature, ModelTensor, check_config
 from neso.backends.tensorflow.options import SAVED_MODEL, session_config
 from neso.server.errors import InternalError, InvalidArgument, Unavailable
@@ -124,13 +125,6 @@ def _load_graph_def(
         ) from None
     for name in _init_operations(path, directory, config, settings):
         session.run(_find(session.graph.get_operation_by_name, name, session.graph, config.name))
-    states = config.sequence_batching.state
-    # Controls and batch inputs of the server are placeholders too.
-    inputs = [tensor.name for tensor in config.input]
-    inputs += [tensor.name for tensor in config.sequence_batching.control_input]
-    inputs += [state.input_name for state in states]
-    inputs += [name for spec in config.batch_input for name in spec.target_name]
-    outputs = [tensor.name for tensor in config.output] + [state.output_name for state in states]
 
     def tensor(name: str) -> tf.Tensor:
         return session.graph.get_tensor_by_name(name if ":" in name else f"{name}:0")
@@ -138,7 +132,8 @@ def _load_graph_def(
     def tensors(names: Iterable[str]) -> dict[str, tf.Tensor]:
         return {name: _find(tensor, name, session.graph, config.name) for name in names}
 
-    found = tensors(inputs), tensors(outputs)
+    inputs = [*(tensor.name for tensor in config.input), *server_inputs(config)]
+    found = tensors(inputs), tensors(output_names(config))
     signature = ModelSignature(
         *({name: _describe(name, t.dtype, t.shape) for name, t in of.items()} for of in found)
     )

@@ -96,7 +96,7 @@ def tagged() -> Files:
 
 @lru_cache
 def graph_def() -> Files:
-    """OUT = X @ WEIGHTS, halves = OUT split in two, in a frozen graph; its last dimension is open in `total`."""
+    """OUT = X @ WEIGHTS, and `halves`, the two halves of X, in a frozen graph."""
     tf = tensorflow()
     with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, [None, 4], name="X")
@@ -114,4 +114,16 @@ def with_variable() -> Files:
         variable = tf.compat.v1.get_variable("v", [1], use_resource=False)
         tf.compat.v1.assign(variable, [5.0], name="set")
         tf.add(x, variable, name="OUT")
+        return {"model.graphdef": graph.as_graph_def().SerializeToString()}
+
+
+@lru_cache
+def running_sum() -> Files:
+    """OUT = SUM_OUT = X + SUM, where SUM counts as 0 if START is 1, in a frozen graph."""
+    tf = tensorflow()
+    with tf.Graph().as_default() as graph:
+        x, earlier = (tf.compat.v1.placeholder(tf.float32, [None, 1], name=name) for name in ("X", "SUM"))
+        start = tf.compat.v1.placeholder(tf.int32, [None, 1], name="START")
+        total = tf.add(x, earlier * tf.cast(1 - start, tf.float32), name="OUT")
+        tf.identity(total, name="SUM_OUT")
         return {"model.graphdef": graph.as_graph_def().SerializeToString()}

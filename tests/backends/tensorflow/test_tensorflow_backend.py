@@ -15,13 +15,15 @@ from tensorflow_models import (
     double,
     graph_def,
     linear,
+    running_sum,
     saved_model,
     tagged,
     tensorflow,
     with_variable,
 )
 
-from neso.server.tensor import DataType
+from neso.server.inference_request import InferenceRequest
+from neso.server.tensor import DataType, Tensor
 
 BACKEND = 'backend: "tensorflow"\n'
 GRAPH = 'platform: "tensorflow_graphdef"\n'
@@ -176,6 +178,36 @@ async def test_error_of_the_model(serve_files):
     with pytest.raises(Exception, match=r"tensorflow error: assertion failed: .*too small"):
         await infer(model, X=np.array([[-1]], np.float32))
     assert (await infer(model, X=np.array([[1]], np.float32)))["OUT"].tolist() == [[1]]
+
+
+SEQUENCES = """
+max_batch_size: 4
+sequence_batching {
+  oldest { max_candidate_sequences: 4 }
+  control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
+  state { input_name: "SUM" output_name: "SUM_OUT" data_type: TYPE_FP32 dims: [ 1 ] }
+}
+"""
+
+
+async def test_sequences_keep_their_state(serve_files):
+    config = GRAPH + SEQUENCES + tensors("TYPE_FP32 dims: [ 1 ]", "TYPE_FP32 dims: [ 1 ]")
+    model = (await serve_files(config, running_sum())).model("model")
+
+    async def sequence(number: int) -> list[float]:
+        sums = []
+        for step in range(4):
+            inputs = {"X": Tensor.from_numpy("X", np.full((1, 1), number, np.float32))}
+            request = InferenceRequest(
+                "model", inputs, sequence_id=number, sequence_start=step == 0, sequence_end=step == 3
+            )
+            (response,) = await asyncio.wait_for(collect(model.submit(request)), 60)
+            assert response.error is None
+            sums.append(float(response.outputs[0].array[0, 0]))
+        return sums
+
+    results = await asyncio.gather(*(sequence(number) for number in range(1, 5)))
+    assert results == [[number * step for step in range(1, 5)] for number in range(1, 5)]
 
 
 async def test_warm_up(serve_files):
