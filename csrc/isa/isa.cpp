@@ -10,11 +10,19 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 namespace neso {
 namespace {
 
-constexpr Isa kLevels[] = {Isa::amx, Isa::avx512_bf16, Isa::avx512, Isa::avx2, Isa::generic};
+// Best first.
+constexpr Isa kLevels[] = {Isa::amx,  Isa::avx512_bf16, Isa::avx512,  Isa::avx2,
+                           Isa::neon_bf16, Isa::neon_dot, Isa::generic};
 
 #if defined(__x86_64__)
 
@@ -66,8 +74,44 @@ bool supports(Isa isa) {
         case Isa::avx512: return cpu.avx512;
         case Isa::avx512_bf16: return cpu.avx512_bf16;
         case Isa::amx: return cpu.amx;
+        default: return false;
     }
-    return false;
+}
+
+#elif defined(__aarch64__)
+
+// Dot products of 8-bit integers and of bfloat16 numbers. NEON itself is part of every aarch64 CPU.
+struct Cpu {
+    bool dot = false, bf16 = false;
+
+    Cpu() {
+#if defined(__linux__)
+        constexpr unsigned long kDot = 1ul << 20, kBf16 = 1ul << 14;  // HWCAP_ASIMDDP, HWCAP2_BF16
+        dot = (getauxval(AT_HWCAP) & kDot) != 0;
+        bf16 = dot && (getauxval(AT_HWCAP2) & kBf16) != 0;
+#elif defined(__APPLE__)
+        dot = has("hw.optional.arm.FEAT_DotProd");
+        bf16 = dot && has("hw.optional.arm.FEAT_BF16");
+#endif
+    }
+
+#if defined(__APPLE__)
+    static bool has(const char* name) {
+        int value = 0;
+        size_t size = sizeof(value);
+        return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+    }
+#endif
+};
+
+bool supports(Isa isa) {
+    static const Cpu cpu;
+    switch (isa) {
+        case Isa::generic: return true;
+        case Isa::neon_dot: return cpu.dot;
+        case Isa::neon_bf16: return cpu.bf16;
+        default: return false;
+    }
 }
 
 #else
@@ -85,6 +129,8 @@ const char* isa_name(Isa isa) {
         case Isa::avx512: return "avx512";
         case Isa::avx512_bf16: return "avx512_bf16";
         case Isa::amx: return "amx";
+        case Isa::neon_dot: return "neon_dot";
+        case Isa::neon_bf16: return "neon_bf16";
     }
     return "unknown";
 }

@@ -6,8 +6,8 @@
 
 namespace neso {
 
-// Levels that kernels are compiled for, best last. On x86-64, each level includes the previous one.
-enum class Isa { generic, avx2, avx512, avx512_bf16, amx };
+// Levels that kernels are compiled for. Those of x86-64, and those of aarch64, each include the previous one.
+enum class Isa { generic, avx2, avx512, avx512_bf16, amx, neon_dot, neon_bf16 };
 
 const char* isa_name(Isa isa);
 

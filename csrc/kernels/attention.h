@@ -22,7 +22,7 @@ struct CachePanel<float> {
 };
 template <>
 struct CachePanel<bf16> {
-#if defined(__AVX512BF16__)
+#if defined(NESO_BF16_DOT)
     using Panel = Bf16Panel;
 #else
     using Panel = Bf16PanelAsFloat;

@@ -55,8 +55,20 @@ struct Bf16PanelAsFloat {
     }
 };
 
+#if defined(NESO_BF16_DOT)
+
+// kLanes pairs of bfloat16 numbers.
 #if defined(__AVX512BF16__)
-// bfloat16 panels with bfloat16 inputs: vdpbf16ps multiplies 32 pairs at once.
+using Bf16Pairs = __m512bh;
+NESO_INLINE Bf16Pairs splat_pair(int32_t pair) { return (Bf16Pairs)_mm512_set1_epi32(pair); }
+NESO_INLINE F32 add_products(F32 sums, Bf16Pairs a, Bf16Pairs b) { return (F32)_mm512_dpbf16_ps((__m512)sums, a, b); }
+#else
+using Bf16Pairs = bfloat16x8_t;
+NESO_INLINE Bf16Pairs splat_pair(int32_t pair) { return vreinterpretq_bf16_s32(vdupq_n_s32(pair)); }
+NESO_INLINE F32 add_products(F32 sums, Bf16Pairs a, Bf16Pairs b) { return (F32)vbfdotq_f32((float32x4_t)sums, a, b); }
+#endif
+
+// bfloat16 panels with bfloat16 inputs.
 struct Bf16Panel {
     using Input = bf16;
     using Weight = bf16;
@@ -65,21 +77,26 @@ struct Bf16Panel {
     template <int Rows, int Panels>
     static NESO_INLINE void step(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride,
                                  F32 (&sums)[Rows][Panels][kVectors]) {
-        __m512bh weights[Panels];
+        Bf16Pairs weights[Panels][kVectors];
 #pragma GCC unroll 8
-        for (int p = 0; p < Panels; ++p) weights[p] = load<__m512bh>(b + p * b_stride);
+        for (int p = 0; p < Panels; ++p) {
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) weights[p][v] = load<Bf16Pairs>(b + p * b_stride + 2 * v * kLanes);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
             int32_t pair;
             std::memcpy(&pair, a + r * a_stride, sizeof(pair));
-            const __m512bh inputs = (__m512bh)_mm512_set1_epi32(pair);
+            const Bf16Pairs inputs = splat_pair(pair);
 #pragma GCC unroll 8
             for (int p = 0; p < Panels; ++p) {
-                sums[r][p][0] = (F32)_mm512_dpbf16_ps((__m512)sums[r][p][0], inputs, weights[p]);
+#pragma GCC unroll 4
+                for (int v = 0; v < kVectors; ++v) sums[r][p][v] = add_products(sums[r][p][v], inputs, weights[p][v]);
             }
         }
     }
 };
+
 #endif
 
 // sums[r][p] += a[r] . panel p, over `depth` inputs (a multiple of kStep).

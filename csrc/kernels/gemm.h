@@ -32,7 +32,7 @@ inline void gemm_bf16(const Input& input, const Matrix& matrix, const GemmRange&
         return;
     }
 #endif
-#if defined(__AVX512BF16__)
+#if defined(NESO_BF16_DOT)
     gemm_dense<Bf16Panel>(input, matrix, range, out, stride, accumulate, after);
 #else
     gemm_dense<Bf16PanelAsFloat>(input, matrix, range, out, stride, accumulate, after);

@@ -1,8 +1,8 @@
 // Integer inputs times quantized panels, for small batches, where reading the weights dominates.
 //
-// Activations are integers with a scale per group of inputs. With VNNI they are one or two planes of 8 bits: two planes
-// make 16 bits, more precise than bfloat16, at the cost of a second instruction hidden by memory latency. Otherwise they
-// are 16-bit values. Sums of a group are exact in 32 bits: 128 * 255 * 32767 < 2^31.
+// Activations are integers with a scale per group of inputs. With dot products of 8-bit integers they are one or two
+// planes of 8 bits: two planes make 16 bits, more precise than bfloat16, at the cost of a second instruction hidden by
+// memory latency. Otherwise they are 16-bit values. Sums of a group are exact in 32 bits: 128 * 255 * 32767 < 2^31.
 //
 //   sum_k (s c_k + o) x a_k  =  x (s sum_k c_k a_k + o sum_k a_k)        per group, x the scale of the activations
 //
@@ -14,19 +14,46 @@
 
 namespace neso::NESO_ISA {
 
-#if defined(__AVX512VNNI__)
+#if defined(NESO_INT8_DOT)
 using IntegerCode = int8_t;
 #else
 using IntegerCode = int16_t;
 #endif
 
+// Rows and panels whose sums fit the registers.
 #if defined(__AVX512F__)
-constexpr int kQuantizedRows = 4, kQuantizedPanels = 2;
+template <int Planes>
+constexpr int kQuantizedRows = 4;
+constexpr int kQuantizedPanels = 2;
 #elif defined(__AVX2__)
-constexpr int kQuantizedRows = 2, kQuantizedPanels = 1;
+template <int Planes>
+constexpr int kQuantizedRows = 2;
+constexpr int kQuantizedPanels = 1;
+#elif defined(__aarch64__)
+template <int Planes>
+constexpr int kQuantizedRows = 4 / Planes;
+constexpr int kQuantizedPanels = 1;
 #else
-constexpr int kQuantizedRows = 1, kQuantizedPanels = 1;
+template <int Planes>
+constexpr int kQuantizedRows = 1;
+constexpr int kQuantizedPanels = 1;
 #endif
+
+// What `product_codes` subtracts from each code: NEON's dot products multiply signed bytes only.
+#if defined(__ARM_FEATURE_DOTPROD)
+template <WeightKind Kind>
+constexpr int kCodeShift = Kind == WeightKind::int8 ? 128 : 0;
+#else
+template <WeightKind Kind>
+constexpr int kCodeShift = 0;
+#endif
+
+template <WeightKind Kind>
+NESO_INLINE EightCodes product_codes(const char* panel, int k, int vector) {
+    const EightCodes codes = load_codes<Kind>(panel, k, vector);
+    if constexpr (kCodeShift<Kind> == 0) return codes;
+    return {codes.first ^ 0x80808080u, codes.second ^ 0x80808080u};
+}
 
 // sums += codes of 4 inputs of kLanes outputs, times the activations a[0..3].
 NESO_INLINE void add_products(I32& sums, U32 codes, const IntegerCode* a) {
@@ -34,6 +61,10 @@ NESO_INLINE void add_products(I32& sums, U32 codes, const IntegerCode* a) {
     int32_t four;
     std::memcpy(&four, a, 4);
     sums = (I32)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(four));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    int32_t four;
+    std::memcpy(&four, a, 4);
+    sums = (I32)vdotq_s32((int32x4_t)sums, (int8x16_t)codes, vreinterpretq_s8_s32(vdupq_n_s32(four)));
 #elif defined(__AVX512BW__)
     const __m512i even = (__m512i)(codes & 0x00ff00ffu), odd = (__m512i)((codes >> 8) & 0x00ff00ffu);
     sums += (I32)_mm512_madd_epi16(even, _mm512_set1_epi32(uint16_t(a[0]) | int32_t(a[2]) << 16));
@@ -56,10 +87,10 @@ NESO_INLINE void add_group(const IntegerCode* a, int64_t a_stride, int depth, co
     for (int k = begin; k < end; k += 8) {
 #pragma GCC unroll 4
         for (int p = 0; p < Panels; ++p) {
+            prefetch_codes<Kind>(weights + (Panels + p) * panel_bytes, k);
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
-                prefetch_codes<Kind>(weights + (Panels + p) * panel_bytes, k, v);
-                const EightCodes codes = load_codes<Kind>(weights + p * panel_bytes, k, v);
+                const EightCodes codes = product_codes<Kind>(weights + p * panel_bytes, k, v);
 #pragma GCC unroll 4
                 for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 2
@@ -79,6 +110,7 @@ template <WeightKind Kind, bool Symmetric, int Rows, int Panels, int Planes>
 NESO_INLINE void quantized_panels(const Input& input, const Matrix& matrix, int panel, int row, float* out,
                                   int64_t stride, bool accumulate) {
     constexpr int kMiddle = !Symmetric ? 0 : Kind == WeightKind::int8 ? 128 : 8;
+    constexpr int kStart = kCodeShift<Kind> - kMiddle;
     const int group_size = input.group_size, groups = (input.depth + group_size - 1) / group_size;
     const int groups_a_scale = matrix.group_size / group_size;
     const int64_t panel_bytes = int64_t(matrix.depth) * kPanel / (Kind == WeightKind::int8 ? 1 : 2);
@@ -98,15 +130,15 @@ NESO_INLINE void quantized_panels(const Input& input, const Matrix& matrix, int 
             NESO_UNROLL
             for (int p = 0; p < Panels; ++p) {
                 NESO_UNROLL
-                for (int v = 0; v < kVectors; ++v) sums[r][p][0][v] = splat(-kMiddle * input_sums[r * groups + group]);
+                for (int v = 0; v < kVectors; ++v) sums[r][p][0][v] = splat(kStart * input_sums[r * groups + group]);
             }
         }
         add_group<Kind>(input.row<IntegerCode>(row), input.stride, input.depth, weights, panel_bytes, begin, end, sums);
 #pragma GCC unroll 4
         for (int p = 0; p < Panels; ++p) {
+            __builtin_prefetch(scales + (Panels + p) * panel_scales, 0, 2);
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
-                __builtin_prefetch(scales + (Panels + p) * panel_scales + v * kLanes, 0, 2);
                 const F32 scale = load_f16(scales + p * panel_scales + v * kLanes);
 #pragma GCC unroll 4
                 for (int r = 0; r < Rows; ++r) {
@@ -141,13 +173,13 @@ void gemm_integer(const Input& input, const Matrix& matrix, const GemmRange& ran
                   bool accumulate) {
     int panel = range.first_panel;
     for (; panel + kQuantizedPanels <= range.last_panel; panel += kQuantizedPanels) {
-        for_row_blocks<kQuantizedRows>(range.rows(), [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
+        for_row_blocks<kQuantizedRows<Planes>>(range.rows(), [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
             quantized_panels<Kind, Symmetric, Rows, kQuantizedPanels, Planes>(
                 input, matrix, panel, range.first_row + row, out, stride, accumulate);
         });
     }
     for (; panel < range.last_panel; ++panel) {
-        for_row_blocks<kQuantizedRows>(range.rows(), [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
+        for_row_blocks<kQuantizedRows<Planes>>(range.rows(), [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
             quantized_panels<Kind, Symmetric, Rows, 1, Planes>(input, matrix, panel, range.first_row + row, out, stride,
                                                               accumulate);
         });

@@ -12,6 +12,10 @@ namespace avx512 { extern const Kernels kernels; }
 namespace avx512_bf16 { extern const Kernels kernels; }
 namespace amx { extern const Kernels kernels; }
 #endif
+#if defined(NESO_AARCH64)
+namespace neon_dot { extern const Kernels kernels; }
+namespace neon_bf16 { extern const Kernels kernels; }
+#endif
 
 const Kernels& kernels_for(Isa isa) {
     switch (isa) {
@@ -21,9 +25,12 @@ const Kernels& kernels_for(Isa isa) {
         case Isa::avx512: return avx512::kernels;
         case Isa::avx512_bf16: return avx512_bf16::kernels;
         case Isa::amx: return amx::kernels;
-#else
-        default: break;
 #endif
+#if defined(NESO_AARCH64)
+        case Isa::neon_dot: return neon_dot::kernels;
+        case Isa::neon_bf16: return neon_bf16::kernels;
+#endif
+        default: break;
     }
     throw std::invalid_argument(std::string("kernels for ") + isa_name(isa) + " were not compiled in");
 }

@@ -62,14 +62,15 @@ enum class InputKind : uint8_t { f32, bf16, bf16_tiles, integer };
 //
 //   f32, bf16   values[rows][stride]
 //   bf16_tiles  values[rows / 16][depth / 32][16][32]: each tile register is loaded from contiguous memory
-//   integer     scale[rows][group] * codes[rows][k], codes in 16 bits (or 8, for a dynamic matrix). With VNNI they
-//               are two planes of 8 bits, code = 256 * high + low; 8-bit codes have only the low plane.
+//   integer     scale[rows][group] * codes[rows][k], codes in 16 bits (or 8, for a dynamic matrix). With dot
+//               products of 8-bit integers they are two planes of 8 bits, code = 256 * high + low; 8-bit codes have
+//               only the low plane.
 //               sums[rows][group] are the sums of the codes of each group.
 struct Input {
     InputKind kind = InputKind::f32;
     int rows = 0, depth = 0;
     int64_t stride = 0;      // elements from row to row
-    int planes = 1;          // integer with VNNI: 1 or 2
+    int planes = 1;          // integer with dot products of 8-bit integers: 1 or 2
     int group_size = 0;      // integer: inputs that share a scale
     int64_t value_bytes = 0, num_groups = 0;
     char* values = nullptr;

@@ -6,6 +6,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "kernels/dtypes.h"
@@ -20,6 +22,14 @@
 #define NESO_UNROLL _Pragma("unroll")
 #else
 #define NESO_UNROLL
+#endif
+
+// Instructions that add products of four 8-bit integers, or of two bfloat16 numbers, to each 32-bit lane.
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define NESO_INT8_DOT
+#endif
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define NESO_BF16_DOT
 #endif
 
 namespace neso::NESO_ISA {
@@ -89,6 +99,8 @@ NESO_INLINE F32 load_f16(const f16* from) {
     return (F32)_mm512_cvtph_ps(load<__m256i>(from));
 #elif defined(__F16C__)
     return (F32)_mm256_cvtph_ps(load<__m128i>(from));
+#elif defined(__aarch64__)
+    return (F32)vcvt_f32_f16(load<float16x4_t>(from));
 #else
     F32 v;
     for (int i = 0; i < kLanes; ++i) v[i] = to_float(from[i]);
@@ -115,6 +127,9 @@ NESO_INLINE U32 round_to_bf16(F32 v) {
 NESO_INLINE void store_bf16(bf16* to, F32 v) {
 #if defined(__AVX512BF16__)
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(to, &rounded, sizeof(rounded));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    const bfloat16x4_t rounded = vcvt_bf16_f32((float32x4_t)v);
     std::memcpy(to, &rounded, sizeof(rounded));
 #else
     const U32 rounded = round_to_bf16(v) >> 16;

@@ -24,7 +24,7 @@ from neso.engine.weights.checkpoint import Checkpoint
 
 peft = pytest.importorskip("peft")
 
-ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx"]
+ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx", "neon_dot", "neon_bf16"]
 RUNNERS = ["reference", "torch", *(f"native-{isa}" for isa in ISAS)]
 ATTENTION, ALL = (
     ["q_proj", "v_proj"],

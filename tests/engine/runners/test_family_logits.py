@@ -22,7 +22,7 @@ from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 
 Factory = Callable[..., Path]
-ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx"]
+ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx", "neon_dot", "neon_bf16"]
 ATOL = 2e-4
 
 oracle = lru_cache(load_oracle)

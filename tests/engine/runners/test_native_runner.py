@@ -44,7 +44,7 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "avx512_bf16", "amx"])
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "avx512_bf16", "amx", "neon_dot", "neon_bf16"])
 @pytest.mark.parametrize("block_size", [16, 32, 5])
 def test_bfloat16_is_close_to_float32(
     checkpoint_factory: Factory, monkeypatch: pytest.MonkeyPatch, isa: str, block_size: int

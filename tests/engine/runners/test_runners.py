@@ -29,7 +29,7 @@ from neso.engine.weights.source import CheckpointError
 Factory = Callable[..., Path]
 Load = Callable[[Path], Runner]
 
-ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx"]
+ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx", "neon_dot", "neon_bf16"]
 
 # Logits span a few units; float32 sums in a different order differ by a few 1e-5.
 ATOL = 2e-4

@@ -1,0 +1,2 @@
+#define NESO_ISA neon_bf16
+#include "kernels/kernels.inc"

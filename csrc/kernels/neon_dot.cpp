@@ -1,0 +1,2 @@
+#define NESO_ISA neon_dot
+#include "kernels/kernels.inc"
