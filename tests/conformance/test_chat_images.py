@@ -18,6 +18,7 @@ from neso.generation import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 from checkpoints import make_llava
+from qwen_vl_checkpoint import make_qwen_vl
 
 image_module = pytest.importorskip("PIL.Image")
 
@@ -36,9 +37,9 @@ def vision(directory):
         yield process
 
 
-def encoded(seed: int) -> str:
+def encoded(seed: int, size: tuple[int, int] = (30, 40)) -> str:
     file = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (30, 40, 3), np.uint8)
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
     image_module.fromarray(pixels).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
@@ -64,6 +65,27 @@ def test_chat_with_images(vision, directory):
             with pytest.raises(openai.BadRequestError, match=why) as caught:
                 client.chat.completions.create(model="llava", messages=chat(part))
             assert caught.value.param == "messages"
+
+
+def test_chat_with_images_of_different_sizes(tmp_path):
+    """Qwen2.5-VL: the number of tokens of an image depends on its size."""
+    directory = make_qwen_vl(tmp_path, "qwen2_5_vl")
+    urls = [f"data:image/png;base64,{encoded(seed, size)}" for seed, size in ((1, (16, 32)), (2, (60, 21)))]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    messages = chat(parts[0], {"type": "text", "text": "and"}, parts[1], {"type": "text", "text": "differ?"})
+    expected = LLM(directory).chat(messages, GREEDY)
+    with ServerProcess(f"qwen={directory}") as process:
+        assert process.ports, process.output
+        with openai.OpenAI(base_url=process.url("/v1", "openai"), api_key="none", max_retries=0) as client:
+            reply = client.chat.completions.create(
+                model="qwen", messages=messages, temperature=0, max_tokens=8
+            )
+            assert reply.choices[0].message.content == expected.text
+            assert reply.usage.prompt_tokens == len(expected.prompt_token_ids)
+            video = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+            with pytest.raises(openai.BadRequestError, match="video") as caught:
+                client.chat.completions.create(model="qwen", messages=chat(video))
+            assert "not supported" in str(caught.value)
 
 
 def test_the_image_tensor(vision, directory):

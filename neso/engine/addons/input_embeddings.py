@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.addons.image_positions import RotaryPlan
 from neso.engine.core.addon import Addon, Failures, RequestError
 from neso.engine.core.request import InputEmbeddings, PromptImage
 from neso.engine.core.scheduler import Scheduler
@@ -45,11 +46,13 @@ class EmbeddingRows:
     """Embeddings of one prompt: positions int32[E], ascending, and rows float32[E, hidden].
 
     `compute` returns the rows; it is called when a step first needs one. `digests` identify their content.
+    `position_offsets`: see `image_positions.position_offsets`; None if rotary positions are those in the sequence.
     """
 
     positions: Int32Array
     compute: Callable[[], Float32Array]
     digests: list[bytes]
+    position_offsets: Int32Array | None = None
     _rows: Float32Array | None = None
 
     @classmethod
@@ -123,3 +126,17 @@ class EmbeddingInputs(Addon):
                 rows.append(embeddings.rows[chosen])
         if rows:
             step.add_part(EmbeddingPlan(np.concatenate(positions), np.concatenate(rows)))
+        self._add_positions(step)
+
+    def _add_positions(self, step: Step) -> None:
+        users = [(s, s.sequence.addons[self].position_offsets) for s in step.users[self]]
+        if all(table is None for _, table in users):
+            return
+        offsets = np.zeros((3, sum(scheduled.num_new_tokens for scheduled in step.scheduled)), np.int32)
+        for scheduled, table in users:
+            if table is None:
+                continue
+            positions = np.arange(scheduled.sequence.num_computed_tokens, scheduled.end)
+            columns = slice(scheduled.query_start, scheduled.query_start + scheduled.num_new_tokens)
+            offsets[:, columns] = table[:, np.minimum(positions, table.shape[1] - 1)]
+        step.add_part(RotaryPlan(offsets))

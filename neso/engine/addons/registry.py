@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neso.engine.addons.image_positions import RotaryPlan
 from neso.engine.addons.input_embeddings import EmbeddingInputs, EmbeddingPlan
 from neso.engine.addons.prompt_scores import PromptScores
 from neso.engine.beams.addon import BeamSearchAddon
@@ -19,7 +20,7 @@ from neso.engine.spec_decode.draft import DraftTreePlan
 from neso.engine.spec_decode.speculator import SpeculativeDecoding
 from neso.engine.vision.image_encoder import ImageEncoder
 
-PLAN_PARTS: tuple[type[PlanPart], ...] = (LoraPlan, EmbeddingPlan, PoolingPlan, DraftTreePlan)
+PLAN_PARTS: tuple[type[PlanPart], ...] = (LoraPlan, EmbeddingPlan, PoolingPlan, DraftTreePlan, RotaryPlan)
 """Inputs of the add-ons in a step plan."""
 
 

@@ -40,7 +40,8 @@ from neso.engine.spec_decode.loader import load_draft_runner, make_speculation
 from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.specs.encoder_spec import EncoderSpec
 from neso.engine.specs.registry import decoder_spec, encoder_spec, has_head
-from neso.engine.specs.vision_spec import VisionSpec, language_config, vision_spec
+from neso.engine.specs.vision_spec import GridVisionSpec, VisionSpec, language_config, vision_spec
+from neso.engine.vision.grid_tower import GridTower
 from neso.engine.vision.image_encoder import ImageEncoder
 from neso.engine.vision.image_processor import ImageLimits, VisionInfo, read_processor
 from neso.engine.vision.square_tower import SquareTower
@@ -232,11 +233,13 @@ def _load_encoder(
 
 
 def _load_images(
-    config: EngineConfig, spec: VisionSpec, source: TensorSource, runner: Runner
+    config: EngineConfig, spec: VisionSpec | GridVisionSpec, source: TensorSource, runner: Runner
 ) -> ImageEncoder:
     if "input_embeddings" not in runner.capabilities:
         raise UnsupportedModel(f"the runner {runner.name} takes token ids only, the model takes images")
     processor = read_processor(Path(config.model), _vision_info(spec), ImageLimits(*config.image_limits))
+    if isinstance(spec, GridVisionSpec):
+        return ImageEncoder(GridTower.load(spec, source, processor.normalization), spec.tile_edge)
     stack = layer_stack_class(config.runner)
     tower = SquareTower.load(spec, source, stack, config.runner_options, processor.normalization)
     return ImageEncoder(tower)
@@ -251,8 +254,8 @@ def _load_classifier(
     return classifier_of_tokens(config.classifier_from_token, spec, source, Path(config.tokenizer_path))
 
 
-def _vision_info(spec: VisionSpec) -> VisionInfo:
-    return VisionInfo(spec.image_token_id, spec.layout, spec.tower.image_size, spec.tokens_per_tile)
+def _vision_info(spec: VisionSpec | GridVisionSpec) -> VisionInfo:
+    return VisionInfo(spec.image_token_id, spec.layout, spec.tile_edge, spec.tokens_per_tile)
 
 
 def _pooling_info(runner: Runner, pooler: Pooler) -> PoolingInfo | None:

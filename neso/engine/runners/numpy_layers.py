@@ -45,6 +45,13 @@ def layer_norm(x: Float32Array, weight: Float32Array, bias: Float32Array | None,
     return normed
 
 
+def rms_norm(x: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
+    """x / sqrt(mean(x * x) + eps) * weight over the last axis (arXiv 1910.07467)."""
+    squares = np.einsum("...i,...i->...", x, x)[..., None]
+    normed: Float32Array = x / np.sqrt(squares / np.float32(x.shape[-1]) + np.float32(eps)) * weight
+    return normed
+
+
 def silu(x: Float32Array) -> Float32Array:
     """x * sigmoid(x)."""
     with np.errstate(over="ignore"):  # exp overflows to infinity for large negative x; the quotient is -0

@@ -34,11 +34,17 @@ class RotaryTable:
         self._cos, self._sin = self._compute(_INITIAL_LENGTH)
 
     def lookup(self, positions: Int32Array) -> tuple[Float32Array, Float32Array]:
-        """Return cosines and sines for positions int32[T]: each float32[T, rotary_dim / 2]."""
+        """Return cosines and sines for positions int32[T]: each float32[T, rotary_dim / 2].
+
+        Positions on three axes are int32[3, T], see `RotarySpec.sections`.
+        """
         length = int(positions.max()) + 1
         if length > len(self._cos):
             self._cos, self._sin = self._compute(1 << (length - 1).bit_length())
-        return self._cos[positions], self._sin[positions]
+        if positions.ndim == 1:
+            return self._cos[positions], self._sin[positions]
+        rows, pairs = np.ascontiguousarray(positions[self._spec.axes()].T), np.arange(self._cos.shape[1])
+        return self._cos[rows, pairs], self._sin[rows, pairs]
 
     def _compute(self, length: int) -> tuple[Float32Array, Float32Array]:
         positions = np.arange(length)

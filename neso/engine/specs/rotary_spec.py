@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from neso.engine.specs.config_reader import ConfigReader, UnsupportedModel
 
 MAX_LENGTH = 2**31 - 1
@@ -90,11 +93,20 @@ def _length(original: int, factor: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """Rotation of the first `rotary_dim` dimensions of each head in pairs (i, i + rotary_dim / 2)."""
+    """Rotation of the first `rotary_dim` dimensions of each head in pairs (i, i + rotary_dim / 2).
+
+    `sections`: number of pairs that rotate by the position on the axis time, height and width (M-RoPE, arXiv
+    2409.12191); empty if all rotate by the position in the sequence.
+    """
 
     theta: float
     rotary_dim: int
     scaling: RotaryScaling | None
+    sections: tuple[int, ...] = ()
+
+    def axes(self) -> npt.NDArray[np.intp]:
+        """Return the axis of each pair, intp[rotary_dim / 2], for a rotation with sections."""
+        return np.repeat(np.arange(len(self.sections)), self.sections)
 
     def for_length(self, length: int) -> RotarySpec:
         """Return the rotation for sequences of at most `length` tokens: LongRoPE's short factors if they suffice."""
@@ -118,7 +130,7 @@ class RotarySpec:
         cls, config: ConfigReader, rope: ConfigReader, head_dim: int, max_position: int
     ) -> RotarySpec:
         """Read the object `rope`; fields missing in it are taken from `config`."""
-        if rope.nests_objects() or rope.has("mrope_section"):
+        if rope.nests_objects():
             raise UnsupportedModel(
                 f"config field {rope.name!r} asks for several rotary embeddings, which is not supported"
             )
@@ -130,14 +142,28 @@ class RotarySpec:
                 "partial_rotary_factor" if fraction != 1.0 else "head_dim",
                 f"gives {rotary_dim} rotary dimensions in heads of {head_dim}; they must be even and fit",
             )
-        return cls(theta, rotary_dim, _read_scaling(rope, config, theta, rotary_dim, max_position))
+        scaling = _read_scaling(rope, config, theta, rotary_dim, max_position)
+        return cls(theta, rotary_dim, scaling, _read_sections(rope, rotary_dim))
+
+
+def _read_sections(rope: ConfigReader, rotary_dim: int) -> tuple[int, ...]:
+    if not rope.has("mrope_section"):
+        return ()
+    if rope.boolean("mrope_interleaved", False):
+        raise UnsupportedModel(f"config field '{rope.name}.mrope_interleaved': true is not supported")
+    sections = rope.integers("mrope_section")
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != rotary_dim // 2:
+        raise rope.invalid(
+            "mrope_section", f"must be three numbers whose sum is {rotary_dim // 2}, not {list(sections)}"
+        )
+    return sections
 
 
 def _read_scaling(
     rope: ConfigReader, config: ConfigReader, theta: float, rotary_dim: int, max_position: int
 ) -> RotaryScaling | None:
     kind = rope.string("rope_type", rope.string("type", "default"))
-    if kind == "default":
+    if kind in ("default", "mrope"):
         return None
     if kind == "linear":
         return LinearScaling(rope.number("factor"))

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from neso.engine.specs.config_reader import UnsupportedModel
+from neso.engine.specs.decoder_spec import NormKind
 from neso.engine.specs.encoder_spec import EncoderActivation, LayerStackSpec
 from neso.engine.specs.registry import MODEL_TYPES
 
 TowerRole = Literal["class_token", "patches", "positions", "first_norm", "last_norm"]
-ImageLayout = Literal["square", "tiles"]
+ImageLayout = Literal["square", "tiles", "grid"]
 
 # Architecture to module in neso/engine/specs/families, which has the functions `vision_spec` and `text_config`.
 VISION_ARCHITECTURES = {
     "LlavaForConditionalGeneration": "llava",
     "Idefics3ForConditionalGeneration": "idefics3",
     "SmolVLMForConditionalGeneration": "idefics3",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
 }
 
 # Defaults of Hugging Face's config classes for fields that `text_config` omits.
@@ -94,7 +97,8 @@ class VisionSpec:
     """Vision tower and projector of a model.
 
     `image_token_id` is the placeholder of an image in a prompt. `layout`: how an image becomes input of the tower:
-    "square": one square; "tiles": several squares, whose edges are those of the tower, and the whole image as one.
+    "square": one square; "tiles": several squares, whose edges are those of the tower, and the whole image as one;
+    "grid": an image of any number of patches, see `GridVisionSpec`.
     """
 
     image_token_id: int
@@ -103,12 +107,65 @@ class VisionSpec:
     projector: ProjectorSpec
 
     @property
+    def tile_edge(self) -> int:
+        """Edge of a square in pixels."""
+        return self.tower.image_size
+
+    @property
     def tokens_per_tile(self) -> int:
         """Number of embeddings of one square."""
         return (self.tower.num_rows - self.projector.drops_first_row) // self.projector.merge**2
 
 
-def vision_spec(config: Mapping[str, Any]) -> VisionSpec | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridVisionSpec:
+    """Vision transformer for a grid of patches of any size, and the projector to the language model (Qwen2-VL).
+
+    - image_token_id: placeholder of an image in a prompt
+    - patch_size: edge of a patch in pixels; patch_copies: number of times that the weights of a patch see it, because
+      they are made for as many images of a video
+    - merge: edge of the squares of patches that become one embedding; num_outputs: its width
+    - Layers are pre-norm; norms are "rms", without biases, or "layer". Queries and keys are rotated: the first half of
+      the pairs by the row of the patch, the second half by its column. The MLP is down(activation(gate(x)) * up(x)) if
+      `gated`, else down(activation(up(x))).
+    - window: edge in embeddings of the squares within which layers attend, except `full_layers`; None: no windows
+    - prefixes: possible prefixes of tensor names
+    """
+
+    image_token_id: int
+    patch_size: int
+    patch_copies: int
+    merge: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    num_outputs: int
+    norm: NormKind
+    activation: EncoderActivation
+    gated: bool
+    rotary_theta: float
+    window: int | None
+    full_layers: frozenset[int]
+    prefixes: tuple[str, ...]
+
+    layout: ClassVar[ImageLayout] = "grid"
+    tokens_per_tile: ClassVar[int] = 1
+
+    @property
+    def tile_edge(self) -> int:
+        """Edge in pixels of the square that becomes one embedding."""
+        return self.patch_size * self.merge
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def attends_within_windows(self, layer: int) -> bool:
+        return self.window is not None and layer not in self.full_layers
+
+
+def vision_spec(config: Mapping[str, Any]) -> VisionSpec | GridVisionSpec | None:
     """Return the vision tower of the model described by a config.json; None if it has none.
 
     Raises `UnsupportedModel` for an unsupported feature, `InvalidConfig` for an invalid field.
@@ -116,7 +173,7 @@ def vision_spec(config: Mapping[str, Any]) -> VisionSpec | None:
     family = _family(config)
     if family is None:
         return None
-    spec: VisionSpec = family.vision_spec(config)
+    spec: VisionSpec | GridVisionSpec = family.vision_spec(config)
     return spec
 
 

@@ -9,11 +9,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.addons.image_positions import ImageGrid, position_offsets
 from neso.engine.addons.input_embeddings import EmbeddingRows
 from neso.engine.core.request import PromptImage
 
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
+Int32Array = npt.NDArray[np.int32]
 
 CACHE_BYTES = 256 << 20
 """Size of the embedding cache in bytes. In a chat, the same image is sent with every message."""
@@ -27,10 +29,14 @@ class VisionTower(Protocol):
 
 
 class ImageEncoder:
-    """Runs a vision tower, one image at a time."""
+    """Runs a vision tower, one image at a time.
 
-    def __init__(self, tower: VisionTower) -> None:
-        self._tower = tower
+    `grid_edge`: edge in pixels of the square of a token, for a language model with rotary positions on three axes;
+    None: all tokens have the positions in their sequence.
+    """
+
+    def __init__(self, tower: VisionTower, grid_edge: int | None = None) -> None:
+        self._tower, self._grid_edge = tower, grid_edge
         self._seen: OrderedDict[bytes, Float32Array] = OrderedDict()
         self._seen_bytes = 0
         self.num_encoded = 0
@@ -53,7 +59,18 @@ class ImageEncoder:
                 [self._rows(image, digest) for image, digest in zip(images, digests, strict=True)]
             )
 
-        return EmbeddingRows(np.concatenate(positions), compute, keys)
+        return EmbeddingRows(np.concatenate(positions), compute, keys, self._offsets(images, positions))
+
+    def _offsets(self, images: list[PromptImage], positions: list[Int32Array]) -> Int32Array | None:
+        edge = self._grid_edge
+        if edge is None:
+            return None
+        return position_offsets(
+            [
+                ImageGrid(int(rows[0]), image.shape[1] // edge, image.shape[2] // edge)
+                for image, rows in zip(images, positions, strict=True)
+            ]
+        )
 
     def encode(self, pixels: UInt8Array) -> Float32Array:
         """Compute the embeddings of an image, see `VisionTower`."""

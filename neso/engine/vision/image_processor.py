@@ -30,6 +30,8 @@ MAX_IMAGE_TOKENS = 4096
 """Default limit of the tokens of an image."""
 _MAX_EDGE = 4096
 """Longest edge of a resized image in the processor of Idefics 3."""
+_MAX_ASPECT = 200
+"""Longest edge over shortest edge of an image in the processor of Qwen2-VL."""
 _DECODING = threading.Lock()
 """Held while an image is decoded and resized: a small file can take 8 bytes for each of `max_pixels` pixels."""
 
@@ -43,7 +45,7 @@ class VisionInfo(msgspec.Struct, frozen=True):
     """What clients need to know about the vision tower of a model.
 
     `image_token_id` represents an image in a prompt. `image_size`: edge length in pixels of the tower's square input,
-    which takes `tokens_per_tile` tokens of the context.
+    which takes `tokens_per_tile` tokens of the context; of the square that takes one, if the layout is "grid".
     """
 
     image_token_id: int
@@ -81,6 +83,7 @@ class TowerInput:
     """An image as input of a vision tower: uint8[tiles, height, width, 3].
 
     `rows`, `columns`: the first tiles form this grid, and the last tile is the whole image; 0 if there is one tile.
+    With the layout "grid", the only tile is a grid of this many tokens.
     """
 
     pixels: UInt8Array
@@ -163,6 +166,32 @@ class TileProcessor(ImageProcessor):
         return TowerInput(np.concatenate([cut, whole[None]]), height // edge, width // edge)
 
 
+@dataclass(frozen=True, slots=True)
+class GridProcessor(ImageProcessor):
+    """Resizes an image to whole squares of `edge` pixels, and keeps its aspect ratio as far as that goes (Qwen2-VL).
+
+    `min_area`, `max_area`: limits in pixels of the resized image.
+    """
+
+    edge: int
+    min_area: int
+    max_area: int
+
+    def _cut(self, image: Image) -> TowerInput:
+        try:
+            width, height = _fit_area(*image.size, self.edge, self.min_area, self.max_area)
+        except ValueError as error:
+            raise InvalidParameter("images", str(error)) from None
+        rows, columns = height // self.edge, width // self.edge
+        if rows * columns > self.limits.max_tokens:
+            raise InvalidParameter(
+                "images",
+                f"an image of {image.width} x {image.height} pixels takes {rows * columns} tokens, max_image_tokens is "
+                f"{self.limits.max_tokens}",
+            )
+        return TowerInput(np.asarray(self._resize(image, width, height), np.uint8)[None], rows, columns)
+
+
 def read_processor(directory: Path, vision: VisionInfo, limits: ImageLimits) -> ImageProcessor:
     """Read preprocessor_config.json. Raises `UnsupportedModel`."""
     if vision.tokens_per_tile > limits.max_tokens:
@@ -231,12 +260,42 @@ def _read_idefics3(config: dict[str, Any], vision: VisionInfo, limits: ImageLimi
     )
 
 
+def _read_qwen2_vl(config: dict[str, Any], vision: VisionInfo, limits: ImageLimits) -> ImageProcessor:
+    edge = vision.image_size
+    squares = _whole(config, "patch_size", 14), _whole(config, "merge_size", 2)
+    if squares[0] * squares[1] != edge:
+        raise UnsupportedModel(
+            f"squares of {squares[0]} x {squares[1]} pixels do not fit a vision tower of {edge}"
+        )
+    if not config.get("do_resize", True):
+        raise UnsupportedModel("do_resize false is not supported")
+    size = config.get("size") or {}
+    if not isinstance(size, dict):
+        raise UnsupportedModel(f"an image size of {size!r} is not supported")
+    min_area = _whole(config, "min_pixels", _whole(size, "shortest_edge", 56 * 56))
+    max_area = _whole(config, "max_pixels", _whole(size, "longest_edge", 28 * 28 * 1280))
+    max_area = min(max_area, limits.max_tokens * edge**2)
+    return GridProcessor(
+        resample=int(config.get("resample", _BICUBIC)),
+        normalization=_normalization(config, _CLIP_MEAN, _CLIP_DEVIATION),
+        limits=limits,
+        edge=edge,
+        min_area=min(min_area, max_area),
+        max_area=max_area,
+    )
+
+
 _Reader = Callable[[dict[str, Any], VisionInfo, ImageLimits], ImageProcessor]
 _READERS: dict[ImageLayout, dict[str, _Reader]] = {
     "square": {"CLIPImageProcessor": _read_clip, "SiglipImageProcessor": _read_siglip},
     "tiles": {"Idefics3ImageProcessor": _read_idefics3, "SmolVLMImageProcessor": _read_idefics3},
+    "grid": {"Qwen2VLImageProcessor": _read_qwen2_vl, "Qwen2_5_VLImageProcessor": _read_qwen2_vl},
 }
-_DEFAULT_KINDS: dict[ImageLayout, str] = {"square": "CLIPImageProcessor", "tiles": "Idefics3ImageProcessor"}
+_DEFAULT_KINDS: dict[ImageLayout, str] = {
+    "square": "CLIPImageProcessor",
+    "tiles": "Idefics3ImageProcessor",
+    "grid": "Qwen2VLImageProcessor",
+}
 
 
 def _resized(width: int, height: int, to: tuple[int, ...]) -> tuple[int, int]:
@@ -264,6 +323,28 @@ def _fit_longest_edge(width: int, height: int, longest: int) -> tuple[int, int]:
     if height > width and height > _MAX_EDGE:
         return max(int(_MAX_EDGE * ratio), 1), _MAX_EDGE
     return width, height
+
+
+def _fit_area(width: int, height: int, edge: int, min_area: int, max_area: int) -> tuple[int, int]:
+    """Return the width and height in multiples of `edge` whose product is within the limits, as close to the image's.
+
+    Raises `ValueError` for an image that is more than `_MAX_ASPECT` times as long as wide.
+    """
+    if max(width, height) > _MAX_ASPECT * min(width, height):
+        raise ValueError(
+            f"an image of {width} x {height} pixels is too narrow: an edge may be at most {_MAX_ASPECT} times the other"
+        )
+    fitting = round(width / edge) * edge, round(height / edge) * edge
+    if fitting[0] * fitting[1] > max_area:
+        shrink = math.sqrt(width * height / max_area)
+        return (
+            max(edge, math.floor(width / shrink / edge) * edge),
+            max(edge, math.floor(height / shrink / edge) * edge),
+        )
+    if fitting[0] * fitting[1] < min_area:
+        grow = math.sqrt(min_area / (width * height))
+        return math.ceil(width * grow / edge) * edge, math.ceil(height * grow / edge) * edge
+    return fitting
 
 
 def _whole_tiles(width: int, height: int, edge: int) -> tuple[int, int]:
@@ -325,6 +406,15 @@ def _longest_edge(config: dict[str, Any], field: str, default: int) -> int:
     if not isinstance(edge, int) or edge < 1:
         raise UnsupportedModel(f"{field} {size!r} is not supported: it must have a longest_edge")
     return edge
+
+
+def _whole(config: dict[str, Any], field: str, default: int) -> int:
+    """Read a number above 0."""
+    value = config.get(field)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise UnsupportedModel(f"{field} {value!r} is not supported: it must be a whole number above 0")
+    return value
 
 
 def _edges(size: Any) -> tuple[int, ...]:

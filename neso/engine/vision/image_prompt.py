@@ -72,6 +72,8 @@ class ImagePrompt:
         """Return the tokens of an image in a prompt, with one image token for the embeddings of each tile."""
         if self.info.layout == "square":
             return [self.info.image_token_id]
+        if self.info.layout == "grid":
+            return [self.info.image_token_id] * (image.rows * image.columns)
         return tokenizer.encode(_tiles_text(image.rows, image.columns), add_special_tokens=False)
 
 

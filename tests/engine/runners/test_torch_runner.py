@@ -29,6 +29,7 @@ from torch_cases import (
     with_operations,
 )
 
+from neso.engine.addons.image_positions import RotaryPlan
 from neso.engine.client.llm import LLM
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.runner_options import UnsupportedOption
@@ -119,8 +120,13 @@ def plan_of(lengths: list[int], rows: list[int] | None = None) -> StepPlan:
         (plan_of([1, 1, 1], rows=[0, 1]), False),
         (plan_of([1, 1, 1], rows=[2, 1, 0]), False),
         (plan_of([1, 1, 1], rows=[]), False),
+        (plan_of([1, 1]).with_part(RotaryPlan(np.full((3, 2), -1, np.int32))), True),
+        (plan_of([1, 1]).with_part(RotaryPlan(np.array([[0, 0], [0, 0], [-1, 0]], np.int32))), False),
     ],
-    ids=["one", "three", "all", "too many", "mixed", "prefill", "some rows", "other order", "no rows"],
+    ids=[
+        *("one", "three", "all", "too many", "mixed", "prefill", "some rows", "other order", "no rows"),
+        *("after an image", "in an image"),
+    ],
 )
 def test_only_plain_decodes_fit_a_graph(plan: StepPlan, fits: bool) -> None:
     assert DecodeGraphs.fits(plan) is fits

@@ -20,6 +20,7 @@ from plan_builder import PlanBuilder, Tracked, random_tokens, run
 from random_draws import assert_neighbours, random_draws
 from torch import Tensor
 
+from neso.engine.addons.image_positions import RotaryPlan
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch import triton_attention as attention_kernels
@@ -306,8 +307,10 @@ class GraphCases:
         for layer, prefilled in zip(cache.layers, of_plain.layers, strict=True):
             layer.keys.copy_(prefilled.keys)
             layer.values.copy_(prefilled.values)
-        for first, count in ((0, 3), (8, 1), (0, 9), (4, 3)):
+        for first, count, offset in ((0, 3, 0), (8, 1, -3), (0, 9, 0), (4, 3, -1)):
             plan = builder.plan([(s, 1) for s in sequences[first : first + count]])
+            if offset:
+                plan = plan.with_part(RotaryPlan(np.full((3, count), offset, np.int32)))
             assert DecodeGraphs.fits(plan)
             found = run(graphed, plan)
             assert found.shape == (count, runner.spec.vocab_size)

@@ -145,7 +145,13 @@ def test_unknown_architecture_names_the_supported_ones() -> None:
         ({**OLD_LLAMA, "quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({**OLD_LLAMA, "rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope_scaling"),
         ({**OLD_LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
-        ({**OLD_LLAMA, "rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "rope_scaling"),
+        (
+            {
+                **OLD_LLAMA,
+                "rope_scaling": {"type": "default", "mrope_section": [1, 1, 2], "mrope_interleaved": True},
+            },
+            "mrope_interleaved",
+        ),
         ({**OLD_MISTRAL, "layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
         (
             {**OLD_QWEN2, "use_sliding_window": True, "layer_types": ["chunked_attention"] * 4},
@@ -184,6 +190,10 @@ def test_invalid_sizes(config: dict[str, Any], field: str, value: Any) -> None:
         ({**OLD_LLAMA, "rope_theta": 10**400}, "rope_theta"),
         ({**OLD_LLAMA, "rope_scaling": "linear"}, "rope_scaling"),
         ({**OLD_LLAMA, "rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
+        (
+            {**OLD_LLAMA, "rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}},
+            "rope_scaling.mrope_section",
+        ),
         ({**OLD_LLAMA, "rope_scaling": {"type": "dynamic", "factor": 0.5}}, "rope_scaling.factor"),
         ({**OLD_LLAMA, "rope_scaling": {"rope_type": 3, "factor": 2.0}}, "rope_scaling.rope_type"),
         ({**OLD_LLAMA, "rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor"),

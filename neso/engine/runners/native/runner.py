@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 import neso._native as _native
+from neso.engine.addons.image_positions import rotary_positions
 from neso.engine.addons.input_embeddings import NO_EMBEDDINGS, EmbeddingPlan
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.host_resources import available_cores
@@ -153,7 +154,7 @@ class NativeRunner(SpecRunner):
             logits_rows = rows = plan.logits_rows[:0]
         logits = self._logits_buffer(len(logits_rows))
         self._hidden = np.empty((len(rows) - len(logits_rows), self.hidden_size), np.float32)
-        rotary = self._rotary.lookup(token_positions(plan)).values()
+        rotary = self._rotary.lookup(rotary_positions(plan, token_positions(plan))).values()
         self._decoder.step(
             plan.token_ids,
             plan.query_start,

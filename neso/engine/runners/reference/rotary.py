@@ -21,9 +21,13 @@ Int32Array = npt.NDArray[np.int32]
 
 
 def cos_sin(spec: RotarySpec, positions: Int32Array) -> tuple[Float32Array, Float32Array]:
-    """Return cosines and sines for positions int32[T]: each float32[T, 1, rotary_dim / 2]."""
+    """Return cosines and sines for positions int32[T]: each float32[T, 1, rotary_dim / 2].
+
+    Positions on three axes are int32[3, T], see `RotarySpec.sections`.
+    """
+    by_pair = positions[:, None] if positions.ndim == 1 else positions[spec.axes()].T
     # float32 products, as in transformers: at large positions their rounding is noticeable.
-    angles = positions.astype(np.float32)[:, None] * frequencies(spec, positions)
+    angles = by_pair.astype(np.float32) * frequencies(spec, positions)
     scaling = spec.scaling
     factor = scaling.attention_factor if isinstance(scaling, (YarnScaling, LongScaling)) else 1.0
     return (np.cos(angles) * np.float32(factor))[:, None], (np.sin(angles) * np.float32(factor))[:, None]

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.addons.image_positions import rotary_positions
 from neso.engine.addons.input_embeddings import EmbeddingPlan
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraAdapter, output_widths
@@ -237,7 +238,7 @@ class _StepState:
         self._spec = spec = shard.spec
         self._cache = cache
         self._slots = plan.slots(cache.block_size)
-        positions = token_positions(plan)
+        positions = rotary_positions(plan, token_positions(plan))
         self._cos_sin = {rotary: cos_sin(rotary, positions) for rotary in set(spec.rotaries) if rotary}
         self._attention = {
             window: AttentionPlan.make(plan, cache.block_size, window, spec.sink_tokens)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from neso.engine.addons.image_positions import RotaryPlan, rotary_positions
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.torch.step_inputs import (
     StepInputs,
@@ -61,10 +62,14 @@ class DecodeGraphs:
 
     @staticmethod
     def fits(plan: StepPlan) -> bool:
-        """Whether the plan is a plain decode: one new token per sequence, all logits in order, no add-ons."""
+        """Whether the plan is a plain decode: one new token per sequence, all logits in order, no add-ons.
+
+        Only the rotary positions after images may differ from the positions in the sequences.
+        """
         return (
-            not plan.parts
+            plan.parts.keys() <= {RotaryPlan}
             and plan.num_sequences == plan.num_tokens <= BATCH_SIZES[-1]
+            and rotary_positions(plan, plan.num_computed).ndim == 1
             and wants_all_rows(plan)
         )
 
@@ -118,9 +123,10 @@ class DecodeGraphs:
         )
         computed = np.concatenate([plan.num_computed, padding])
         tokens = np.concatenate([plan.token_ids, padding])
-        # With one new token per sequence, its position is num_computed.
+        # With one new token per sequence, its position in the sequence is num_computed.
+        positions = np.concatenate([rotary_positions(plan, plan.num_computed), padding])
         vectors = send_together(
-            [np.stack([tokens, computed, slots, computed]), plan.block_tables], self._device
+            [np.stack([tokens, positions, slots, computed]), plan.block_tables], self._device
         )
         inputs = self._inputs
         for target, source in zip(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,10 +20,14 @@ from neso.engine.runners.torch.ranks import Ranks
 from neso.engine.runners.torch.step_inputs import StepInputs
 from neso.engine.runners.torch.weights import MLP, DecoderWeights, Experts, LayerWeights, Norm
 from neso.engine.specs.decoder_spec import DecoderSpec
+from neso.engine.specs.rotary_spec import RotarySpec
 
 Adapt = Callable[[tuple[Target, ...], Tensor, Tensor], Tensor]
 """(targets, x, y): returns y, the product of x with the matrices of `targets`, plus the adapters' updates."""
 
+
+Rotation = tuple[Tensor, Tensor]
+"""For each token, the row int32[T] of the cosines and sines float32[positions, rotary_dim]."""
 
 _POST_NORMS = frozenset({"attention_post_norm", "mlp_post_norm"})
 
@@ -114,12 +119,13 @@ class Decoder:
             residual = self._embed(inputs)
         else:
             residual = self.ranks.receive(len(inputs.token_ids), self.weights.dtype)
+        rotations = self._rotations(inputs)
         # Both branches of a parallel layer are summed over the ranks at once, if no norm is between.
         at_once = spec.parallel and not _POST_NORMS.intersection(spec.layer_norms)
         x = self._norm(residual, layers[0].norms.get("attention_norm"))
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
-            attended = self._attention(x, index, layer, inputs, cache.layers[index])
+            attended = self._attention(x, index, layer, inputs, rotations[index], cache.layers[index])
             if last and spec.has_head and inputs.logits_rows is not None:
                 # After writing keys and values, the last layer is only computed for the requested tokens.
                 rows = inputs.logits_rows
@@ -169,6 +175,20 @@ class Decoder:
             x = x + functional.embedding(inputs.positions + spec.position_offset, weights.positions)
         return x
 
+    def _rotations(self, inputs: StepInputs) -> list[Rotation | None]:
+        """Return the rotation of each layer."""
+        positions = inputs.positions
+        if positions.ndim == 1:
+            return [None if table is None else (positions, table) for table in self.cos_sin]
+        # The rows of each token are put together from those of its positions on the three axes.
+        rows = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device)
+        tables: dict[RotarySpec, Tensor] = {}
+        for rotary, table in zip(self.spec.rotaries, self.cos_sin, strict=True):
+            if rotary is not None and table is not None and rotary not in tables:
+                axes = torch.from_numpy(np.tile(rotary.axes(), 2)).to(positions.device)
+                tables[rotary] = table.gather(0, positions[axes].T.long())
+        return [None if rotary is None else (rows, tables[rotary]) for rotary in self.spec.rotaries]
+
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
         """Normalize x; return x unchanged if there is no such norm."""
         if norm is None:
@@ -211,27 +231,32 @@ class Decoder:
         return y
 
     def _attention(
-        self, x: Tensor, index: int, layer: LayerWeights, inputs: StepInputs, cache: LayerCache
+        self,
+        x: Tensor,
+        index: int,
+        layer: LayerWeights,
+        inputs: StepInputs,
+        rotation: Rotation | None,
+        cache: LayerCache,
     ) -> Tensor:
         spec, ops = self.spec, self.operations
         qkv = self._adapt(index, inputs, ("query", "key", "value"), x, layer.qkv(x))
         qkv = qkv.view(len(x), -1, spec.head_dim)
         queries, keys, values = qkv.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         norms = layer.query_norm, layer.key_norm
-        cos_sin = self.cos_sin[index]
         if spec.qk_norm == "width" and self.shard.layout.tensor_parallel > 1:
             self._norm_width(queries, layer.query_norm, keys, layer.key_norm)
             norms = None, None
-        elif cos_sin is None or spec.qk_norm == "width":
+        elif rotation is None or spec.qk_norm == "width":
             self._norm_heads(queries, layer.query_norm)
             self._norm_heads(keys, layer.key_norm)
             norms = None, None
-        if cos_sin is not None and norms == (None, None):
+        if rotation is not None and norms == (None, None):
             # Queries and keys are adjacent: one launch for both.
-            ops.rotate(qkv[:, : -spec.num_kv_heads], inputs.positions, cos_sin, None, spec.norm_eps)
-        elif cos_sin is not None:
-            ops.rotate(queries, inputs.positions, cos_sin, norms[0], spec.norm_eps)
-            ops.rotate(keys, inputs.positions, cos_sin, norms[1], spec.norm_eps)
+            ops.rotate(qkv[:, : -spec.num_kv_heads], *rotation, None, spec.norm_eps)
+        elif rotation is not None:
+            ops.rotate(queries, *rotation, norms[0], spec.norm_eps)
+            ops.rotate(keys, *rotation, norms[1], spec.norm_eps)
         ops.store(keys, values, inputs.slots, cache)
         window, softcap = spec.sliding_windows[index], spec.attention_softcap or 0.0
         attended = ops.attention(queries, cache, inputs, window, spec.attention_scale, softcap)

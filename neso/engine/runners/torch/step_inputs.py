@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from neso.engine.addons.image_positions import rotary_positions
 from neso.engine.addons.input_embeddings import EmbeddingPlan
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraPlan
@@ -79,7 +80,7 @@ class StepInputs:
 
     With T new tokens, S sequences, R logits rows, H hidden rows:
 
-    - token_ids, positions, slots [T]; slot = block * block_size + offset
+    - token_ids, positions, slots [T]; slot = block * block_size + offset. Rotary positions on three axes are [3, T]
     - query_start[S + 1], num_computed[S], block_tables[S, B]: as in the plan
     - decodes[D]: sequences with one new token; prefills[P, 2]: (sequence, first new token) of each tile of at most
       `tile_queries` queries of the other sequences
@@ -125,7 +126,7 @@ def step_inputs(
     lengths = np.diff(plan.query_start)
     arrays: dict[str, npt.NDArray[Any]] = {
         "token_ids": plan.token_ids,
-        "positions": token_positions(plan),
+        "positions": rotary_positions(plan, token_positions(plan)),
         "slots": plan.slots(block_size),
         "query_start": plan.query_start,
         "num_computed": plan.num_computed,
