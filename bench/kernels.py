@@ -9,8 +9,8 @@ the cache; sampling reads its logits from memory.
 measured time. Takes a minute and prints the results at the end.
 
 `--only torch` compares bfloat16 products with torch's (oneDNN), at the shapes of `m` and alternating, by the CPU time
-of all threads, which other load distorts less than wall time. Ours includes rounding the float32 inputs to bfloat16 and
-has float32 outputs; torch's has bfloat16 inputs and outputs.
+of one thread, which other load distorts less than wall time (several threads would also count their waiting). Ours
+includes rounding the float32 inputs to bfloat16 and has float32 outputs; torch's has bfloat16 inputs and outputs.
 
 usage: python bench/kernels.py [--only gemm|attention|small|torch ...] [--isa LEVEL] [--threads N] [--json FILE]
            [--smoke]
@@ -120,7 +120,7 @@ class Bench:
                 yield Result(f"attention {kind}", case, seconds, read, flops, kind)
 
     def torch(self) -> Iterator[Result]:
-        """Products of ours; `ratio` is torch's time / our time."""
+        """Our products on one thread; `ratio` is torch's time / our time."""
         shape = SHAPES["tiny" if self.smoke else "m"]
         hidden, intermediate = shape["hidden"], shape["intermediate"]
         head_dim = hidden // shape["heads"]
@@ -131,14 +131,14 @@ class Bench:
             "down": (hidden, intermediate),
         }
         for name, (outputs, inputs) in shapes.items():
-            matrix = _pack("bf16", outputs, inputs, self.threads).native()
+            matrix = _pack("bf16", outputs, inputs, 1).native()
             for rows in TORCH_ROWS[:1] if self.smoke else TORCH_ROWS:
                 flops = 2.0 * rows * outputs * inputs
-                repeats = 1 if self.smoke else int(1 + 4e10 / flops)
+                repeats = 1 if self.smoke else int(1 + 1e10 / flops)
                 x = np.random.default_rng(0).standard_normal((rows, inputs), np.float32)
                 ours, theirs = _alternate(
-                    lambda: _native.multiply_each([matrix], x, self.isa, self.threads, repeats),  # noqa: B023
-                    _torch_product(rows, outputs, inputs, self.threads, repeats),
+                    lambda: _native.multiply_each([matrix], x, self.isa, 1, repeats),  # noqa: B023
+                    _torch_product(rows, outputs, inputs, repeats),
                     1 if self.smoke else 12,
                 )
                 case = f"{outputs} x {inputs}, {rows} rows"
@@ -244,10 +244,11 @@ def _tiny_weights(window: int, vocab: int) -> _native.Weights:
     return _native.Weights(layers, norms, _pack("f32", vocab, 32, 1).native(), None, "f32", None)
 
 
-def _torch_product(rows: int, outputs: int, inputs: int, threads: int, repeats: int) -> Call:
+def _torch_product(rows: int, outputs: int, inputs: int, repeats: int) -> Call:
+    """Return a function that computes a product `repeats` times on one thread."""
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
 
     def multiply() -> None:
@@ -259,7 +260,7 @@ def _torch_product(rows: int, outputs: int, inputs: int, threads: int, repeats: 
 
 
 def _alternate(ours: Call, theirs: Call, rounds: int) -> tuple[float, float]:
-    """Return the least CPU seconds of each call, of all threads, after a warm-up."""
+    """Return the least CPU seconds of each call after a warm-up."""
     best = [float("inf")] * 2
     for round_number in range(rounds + 1):
         for index, call in enumerate((ours, theirs)):
