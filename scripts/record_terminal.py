@@ -1,7 +1,8 @@
 """Records a session in the terminal as an asciinema cast, and draws its last screen as docs/images/terminal.svg.
 
-Usage: `python scripts/record_terminal.py [CAST]`, in an environment with Neso. The commands run for real.
-asciinema plays CAST, by default terminal.cast.
+Usage: `python scripts/record_terminal.py [CAST]`. The commands run for real, in a fresh clone of this checkout's last
+commit, which is installed from a wheel in dist/ if there is one, and compiled otherwise. asciinema plays CAST, by
+default terminal.cast. Needs `pip install rich` and free default ports.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ import pty
 import re
 import select
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-IMAGE = Path(__file__).parents[1] / "docs" / "images" / "terminal.svg"
+ROOT = Path(__file__).resolve().parents[1]
+IMAGE = ROOT / "docs" / "images" / "terminal.svg"
 COLUMNS, ROWS = 110, 40
 PROMPT = "\x1b[32m$\x1b[0m "
-_BIN = Path(sys.executable).parent
 _TITLE = "Neso"
-SERVE = "neso serve neso-pilot &"
+SERVE = "./neso-up &"
+ACTIVATE = "source .venv/bin/activate"
 STEPS = (
     "neso models",
     'neso chat -p "What is in-flight batching?" --temperature 0',
@@ -52,12 +56,13 @@ class Recording:
             time.sleep(0.02)
         self.write("\r\n")
 
-    def run(self, command: list[str], until: str | None = None) -> subprocess.Popen[bytes]:
+    def run(self, command: list[str], folder: Path, until: str | None = None) -> subprocess.Popen[bytes]:
         """Record a command in a pseudo terminal until it ends, or has written `until`."""
         master, slave = pty.openpty()
         size = {"COLUMNS": str(COLUMNS), "LINES": str(ROWS), "TERM": "xterm-256color"}
         process = subprocess.Popen(
             command,
+            cwd=folder,
             env={**os.environ, **size},
             stdin=slave,
             stdout=slave,
@@ -79,8 +84,10 @@ class Recording:
         return process
 
     def screen(self) -> str:
-        """Return the output as lines with ANSI colors."""
-        return re.sub(r"\r\n?", "\n", "".join(text for _, _, text in self.events)).replace("\n\n\n", "\n\n")
+        """Return the output as lines with ANSI colors, without lines of progress that were erased."""
+        text = "".join(text for _, _, text in self.events).replace("\r\n", "\n")
+        text = re.sub(r"[^\n]*\r\x1b\[K", "", text).replace("\r", "\n")
+        return text.replace("\n\n\n", "\n\n")
 
     def save(self, path: Path) -> None:
         """Write an asciinema cast."""
@@ -89,25 +96,32 @@ class Recording:
         path.write_text("\n".join(lines) + "\n")
 
 
-def program(command: str) -> list[str]:
-    """Return the arguments of a command of `neso` in this environment."""
-    _, *arguments = shlex.split(command.removesuffix("&"))
-    return [str(_BIN / "neso"), *arguments]
-
-
-def main() -> None:
+def record(clone: Path) -> Recording:
+    """Record the installation, a server and its clients in `clone`."""
     recording = Recording()
     recording.command(SERVE)
-    server = recording.run(program(SERVE), until="\r\n\r\n  curl")
+    server = recording.run(["./neso-up"], clone, until="0}}'")
     recording.write("\r\n")
     try:
+        recording.command(ACTIVATE)
         for step in STEPS:
             recording.command(step)
-            recording.run(program(step)).wait()
+            _, *arguments = shlex.split(step)
+            recording.run([str(clone / ".venv" / "bin" / "neso"), *arguments], clone).wait()
             recording.write("\r\n")
     finally:
         server.terminate()
         server.wait()
+    return recording
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        clone = Path(folder) / "neso"
+        subprocess.run(["git", "clone", "-q", "--no-hardlinks", str(ROOT), str(clone)], check=True)
+        if (ROOT / "dist").is_dir():  # copies are newer than the sources, as ./neso-up requires
+            shutil.copytree(ROOT / "dist", clone / "dist", copy_function=shutil.copy)
+        recording = record(clone)
     recording.save(Path(sys.argv[1] if len(sys.argv) > 1 else "terminal.cast"))
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text.from_ansi(recording.screen()))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from neso.cli.chat_client import ChatError, ChatServer, Reply
+from neso.cli.chat_client import ChatError, ChatServer, Reply, ServerUnreachable
 from neso.frontends.openai_options import API_KEY_VARIABLE
 
 DEFAULT_URL = "http://localhost:9000"
@@ -91,6 +91,10 @@ def chat(
                 _converse(session, history)
     except (ChatError, InvalidInput) as error:
         typer.echo(f"neso chat: {error}", err=True)
+        if isinstance(error, ServerUnreachable) and target == DEFAULT_URL:
+            typer.echo(
+                "Start a server with `neso serve`, or chat without one: `neso chat neso-pilot`.", err=True
+            )
         raise typer.Exit(1) from None
 
 

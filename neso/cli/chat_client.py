@@ -21,6 +21,10 @@ class ChatError(Exception):
     """The server cannot be reached, or has responded with an error."""
 
 
+class ServerUnreachable(ChatError):
+    """There is no connection to the server."""
+
+
 @dataclass(slots=True)
 class ToolCall:
     """A call of a tool; the server streams it in pieces."""
@@ -123,7 +127,7 @@ class ChatServer:
         except urllib.error.HTTPError as error:
             raise ChatError(_error_text(error)) from None
         except urllib.error.URLError as error:
-            raise ChatError(f"{self.base} cannot be reached: {error.reason}") from None
+            raise ServerUnreachable(f"{self.base} cannot be reached: {error.reason}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ChatError(f"{self.base}: {error}") from None
 

@@ -161,7 +161,8 @@ async def _serve(options: ServeOptions, started: float) -> int:
         background.append(asyncio.ensure_future(trim_when_idle(lambda: core.admission.sequences > 0)))
         if options.log.stats_interval:
             background.append(asyncio.ensure_future(log_throughput(core, options.log.stats_interval)))
-        show_ready(core, _ports(frontends), time.perf_counter() - started)
+        dashboard = options.openai is not None and options.openai.dashboard
+        show_ready(core, _ports(frontends), time.perf_counter() - started, dashboard)
         await stopping.wait()
         if lost:
             logger.critical("%s: the server ends, so that its launcher starts all ranks again", lost[0])
@@ -366,8 +367,8 @@ def _on_signals(first: Callable[[], None]) -> None:
         loop.add_signal_handler(number, handle)
 
 
-def show_ready(core: Core, ports: dict[str, int], seconds: float) -> None:
-    """Print the models, ports and an example request to standard output."""
+def show_ready(core: Core, ports: dict[str, int], seconds: float, dashboard: bool = False) -> None:
+    """Print the models, ports, the address of the dashboard and an example request to standard output."""
     lines = [""]
     models = core.models()
     for model in models:
@@ -376,7 +377,10 @@ def show_ready(core: Core, ports: dict[str, int], seconds: float) -> None:
         if entry.reason and entry.name not in {model.name for model in models}:
             lines.append(f"  failed   {entry.name}: {entry.reason}")
     lines += [f"  {name:<8} {port:<6} {PROTOCOLS[name]}" for name, port in ports.items()]
-    lines += ["", f"Neso is ready after {seconds:.2f} s. Try:", "", *_example(core, ports), ""]
+    lines += ["", f"Neso is ready after {seconds:.2f} s. Try:", ""]
+    if dashboard and "http" in ports:
+        lines.append(f"  http://localhost:{ports['http']}   dashboard and chat, in a browser")
+    lines += [*_example(core, ports), ""]
     print("\n".join(lines), flush=True)
 
 

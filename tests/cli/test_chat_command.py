@@ -202,9 +202,16 @@ def test_one_message_from_standard_input(scripted: ScriptedServer) -> None:
     ]
 
 
+def test_missing_default_server_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neso.cli.chat.DEFAULT_URL", "http://127.0.0.1:9")
+    failed = CliRunner().invoke(app, ["chat", "http://127.0.0.1:9", "-p", "Hi"])
+    assert failed.exit_code == 1 and "`neso chat neso-pilot`" in failed.output
+
+
 def test_failures_have_a_reason_and_status_1(scripted: ScriptedServer, tmp_path: Path) -> None:
     unreachable = CliRunner().invoke(app, ["chat", "http://127.0.0.1:9", "-p", "Hi"])
     assert unreachable.exit_code == 1 and "cannot be reached" in unreachable.output
+    assert "neso serve" not in unreachable.output
     options = CliRunner().invoke(app, ["chat", scripted.url, "-p", "Hi", "--", "--dtype=float32"])
     assert options.exit_code == 1 and "need a MODEL" in options.output
     (tmp_path / "t.json").write_text("{")

@@ -25,7 +25,7 @@ def model(
 
 def shown(capsys: pytest.CaptureFixture[str], *models: Any) -> str:
     core: Any = SimpleNamespace(models=lambda: list(models), repository_index=list)
-    show_ready(core, {"http": 8000}, 1.0)
+    show_ready(core, {"http": 8000}, 1.0, dashboard=True)
     return capsys.readouterr().out
 
 
@@ -42,6 +42,14 @@ def test_ensemble_shows_its_platform(capsys):
     text = shown(capsys, ENSEMBLE, TOKENS)
     assert "ensemble  (version 1, platform ensemble)" in text
     assert "tensorrt_llm  (version 1, backend tensorrtllm)" in text
+
+
+def test_address_of_the_dashboard(capsys):
+    assert "  http://localhost:8000   dashboard" in shown(capsys, TOKENS)
+    core: Any = SimpleNamespace(models=list, repository_index=list)
+    for ports, dashboard in (({"http": 8000}, False), ({"openai": 9000}, True)):
+        show_ready(core, ports, 1.0, dashboard)
+        assert "dashboard" not in capsys.readouterr().out
 
 
 def test_example_request_has_the_required_inputs(capsys):
