@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from neso import __version__
+from neso.cluster.agent import run_together
 from neso.cluster.jetstream.connection import (
     ACK_SECONDS,
     BEAT_SECONDS,
@@ -84,14 +85,7 @@ class NatsServers:
         work = [self._announce(worker), self._extend(worker)]
         if "decode" in worker.roles:
             work.append(self._pull(worker))
-        tasks = [asyncio.create_task(coroutine) for coroutine in work]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            next(task for task in tasks if task.done()).result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await run_together(*work)
 
     async def close(self) -> None:
         """Leave the queue."""
