@@ -274,6 +274,55 @@ def test_windows_hold_every_cell_once(rows, columns):
         assert len(set(zip(row // 2, column // 2, strict=True))) == 1
 
 
+_PUBLISHED_TEXT = {
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 70,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1e6,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+}
+
+
+def test_config_with_the_published_sizes():
+    """The fields of a released Qwen2.5-VL with 3 billion parameters."""
+    vision = {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "temporal_patch_size": 2,
+    }
+    config = {
+        **_PUBLISHED_TEXT,
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "vision_config": vision,
+    }
+    tower, text = vision_spec(config), decoder_spec(language_config(config))
+    assert (tower.tile_edge, tower.window, tower.head_dim, tower.image_token_id) == (28, 4, 80, 151655)
+    assert [layer for layer in range(32) if not tower.attends_within_windows(layer)] == [7, 15, 23, 31]
+    assert {rotary.sections for rotary in text.rotaries} == {(16, 24, 24)}
+    assert text.widest_window is None and text.tied_embeddings
+
+
 def test_config_of_older_checkpoints_is_flat(model, expected, tmp_path):
     directory, _ = model
     for file in directory.iterdir():
