@@ -101,6 +101,8 @@ def record(clone: Path) -> Recording:
     recording = Recording()
     recording.command(SERVE)
     server = recording.run(["./neso-up"], clone, until="0}}'")
+    if server.poll() is not None:
+        raise SystemExit(f"the server has ended:\n{recording.screen()}")
     recording.write("\r\n")
     try:
         recording.command(ACTIVATE)

@@ -80,6 +80,10 @@ fitting_wheel() {
     if compgen -G "$1/neso_server-*.whl" >/dev/null; then .venv/bin/python scripts/find_wheel.py "$1"; fi
 }
 
+# link_compiled_modules FOLDER: link the compiled modules of an installed wheel into the checkout. Python puts the current
+# folder first with `-m` and `-c`, so programs that run in the checkout import its sources.
+link_compiled_modules() { ln -sf "$PWD/$1"/*.so neso/; }
+
 # The functions below run under `set -e`. Don't call them in `&&`, `||` or `if`: that would disable it inside them,
 # and a failed installation would be marked as complete.
 
@@ -101,12 +105,13 @@ install() {
     fi
     if [ -z "$2" ]; then wheel="$(find_wheel)"; fi
     if installed ".venv/.neso-$1" "$state$wheel"; then return; fi
-    rm -f .venv/.neso-base .venv/.neso-tests
+    rm -f .venv/.neso-base .venv/.neso-tests neso/*.so
     # The name of the distribution was neso until 0.1.0; both would own the same files.
     .venv/bin/python -m pip uninstall -q -y neso 2>/dev/null
     if [ -n "$wheel" ]; then
         .venv/bin/python -m pip uninstall -q -y neso-server 2>/dev/null
         quietly "installing $wheel, without compiling" "${pip[@]}" "$wheel"
+        link_compiled_modules .venv/lib/python3*/site-packages/neso
     else
         check_compiler
         quietly "installing${2:+ with $2}; compiling takes about two minutes on two cores, downloads come on top" \

@@ -119,3 +119,14 @@ def test_site_builds_without_warnings(tmp_path):
     result = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "site" / "search" / "search_index.json").is_file()
+
+
+def test_checkout_finds_the_compiled_modules_of_a_wheel(tmp_path):
+    installed = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages" / "neso"
+    for folder in (installed, tmp_path / "neso"):
+        folder.mkdir(parents=True)
+    (installed / "_native.so").write_text("compiled")
+    setup = Path(__file__).parents[1] / "scripts" / "setup.sh"
+    script = f'set -eu; . "{setup}"; link_compiled_modules .venv/lib/python3*/site-packages/neso'
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True)
+    assert (tmp_path / "neso" / "_native.so").read_text() == "compiled"
