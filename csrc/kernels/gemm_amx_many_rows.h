@@ -93,6 +93,15 @@ NESO_INLINE void store_tiles(const Matrix& matrix, int panel, int row, int rows,
     }
 }
 
+// Prefetch the outputs of up to 32 rows, which the hardware does not: they are a page apart.
+template <bool TwoPanels>
+NESO_INLINE void prefetch_outputs(const float* out, int64_t stride, int rows) {
+    for (int r = 0; r < rows; ++r, out += stride) {
+        __builtin_prefetch(out, 1);
+        if constexpr (TwoPanels) __builtin_prefetch(out + kPanel, 1);
+    }
+}
+
 template <bool TwoPanels>
 inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange& range, int panel, float* out,
                        int64_t stride, bool accumulate) {
@@ -114,6 +123,8 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
             const int rows = range.last_row - row < kPair ? range.last_row - row : kPair;
             float* sums = waiting.data() + int64_t(block) * kSums;
             const bf16 *a = tile_of(input, row, k), *a2 = tile_of(input, row + kTileRows, k);
+            const bool last = k + depth == input.depth;
+            if (last) prefetch_outputs<TwoPanels>(out + row * stride + panel * kPanel, stride, rows);
             if (rows > kTileRows) {
                 begin_sums<true, TwoPanels>(sums, k == 0);
                 tile_products<true, TwoPanels>(a, a2, b + at, b2 + at, depth, prefetch);
@@ -123,7 +134,7 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
                 tile_products<false, TwoPanels>(a, a2, b + at, b2 + at, depth, prefetch);
                 end_sums<false, TwoPanels>(sums);
             }
-            if (k + depth == input.depth) {
+            if (last) {
                 store_tiles<TwoPanels>(matrix, panel, row, rows, sums, out, stride, accumulate);
             }
         }
