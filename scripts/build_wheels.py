@@ -1,4 +1,4 @@
-"""Build wheels for Linux (x86-64, aarch64) and macOS (arm64) on any machine with Python, into `dist/`.
+"""Build wheels for Linux (x86-64, aarch64) on any machine with Python, into `dist/`.
 
     python scripts/build_wheels.py                                    # all platforms, all Python versions
     python scripts/build_wheels.py --platforms linux-x86_64 --pythons python3.12
@@ -42,7 +42,6 @@ PLATFORMS = {
     "linux-aarch64": Platform(
         "aarch64-linux-gnu.2.28", "linux-aarch64", "aarch64-linux-gnu", "Linux", "aarch64"
     ),
-    "macos-arm64": Platform("aarch64-macos.13.0", "macosx-13.0-arm64", "darwin", "Darwin", "arm64"),
 }
 
 
@@ -145,7 +144,7 @@ def build(interpreter: Interpreter, name: str, tools: Path, out: Path) -> Path:
     pip = [python, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation"]
     command = [*pip, "-w", raw, ROOT]
     for key, value in settings.items():
-        command += ["-C", f"{key}={value}"]
+        command += ["--config-settings", f"{key}={value}"]
     environment = {
         **os.environ,
         "PATH": f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}",
@@ -160,12 +159,11 @@ def build(interpreter: Interpreter, name: str, tools: Path, out: Path) -> Path:
         sys.stderr.writelines(log.read_text().splitlines(keepends=True)[-40:])
         raise SystemExit(f"building for {name}, Python {interpreter.version} failed; {log} has everything")
     (wheel,) = raw.glob("*.whl")
-    if platform.system == "Linux":
-        # Gives the wheel the tag of the oldest manylinux policy that it satisfies, and fails if there is none. "auto",
-        # because auditwheel takes other names only for the architecture of this machine.
-        repair = [tools / "bin" / "auditwheel", "repair", "--plat", "auto", "--only-plat", "-w", raw, wheel]
-        subprocess.run(repair, check=True, env=environment)
-        (wheel,) = raw.glob("*-manylinux_*.whl")
+    # Gives the wheel the tag of the oldest manylinux policy that it satisfies, and fails if there is none. "auto",
+    # because auditwheel takes other names only for the architecture of this machine.
+    repair = [tools / "bin" / "auditwheel", "repair", "--plat", "auto", "--only-plat", "-w", raw, wheel]
+    subprocess.run(repair, check=True, env=environment)
+    (wheel,) = raw.glob("*-manylinux_*.whl")
     out.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy2(wheel, out))
 
