@@ -262,11 +262,9 @@ def _read_idefics3(config: dict[str, Any], vision: VisionInfo, limits: ImageLimi
 
 def _read_qwen2_vl(config: dict[str, Any], vision: VisionInfo, limits: ImageLimits) -> ImageProcessor:
     edge = vision.image_size
-    squares = _whole(config, "patch_size", 14), _whole(config, "merge_size", 2)
-    if squares[0] * squares[1] != edge:
-        raise UnsupportedModel(
-            f"squares of {squares[0]} x {squares[1]} pixels do not fit a vision tower of {edge}"
-        )
+    merged = _whole(config, "patch_size", 14) * _whole(config, "merge_size", 2)
+    if merged != edge:
+        raise UnsupportedModel(f"squares of {merged} pixels do not fit a vision tower of {edge}")
     if not config.get("do_resize", True):
         raise UnsupportedModel("do_resize false is not supported")
     size = config.get("size") or {}

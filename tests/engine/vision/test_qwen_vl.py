@@ -357,7 +357,7 @@ def test_unsupported_towers_are_rejected(model, overrides, message):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ({"patch_size": 5}, "squares of 5 x 2 pixels do not fit"),
+        ({"patch_size": 5}, "squares of 10 pixels do not fit"),
         ({"do_resize": False}, "do_resize false"),
         ({"max_pixels": 0}, "max_pixels 0"),
         ({"size": 7}, "size of 7"),
