@@ -8,10 +8,12 @@ for. All results are simulated; the ratios compare policies under the same arriv
 - router: requests that share prefixes; prefix hits and times to the first token of the router, of the router with
   estimated caches, and of round robin. Also the load of each worker for prompts that share nothing, and workers of
   unequal speed.
+- remote: prompts computed by a prefill worker or locally by measured times, against a fixed number of tokens; one
+  prefill worker that cannot keep up, one that can, and short prompts.
 - roles: a load whose prompts and outputs shift; goodput, the part of requests with TTFT and ITL within the targets, of
   changing roles and of every static split.
 
-usage: python bench/cluster_simulation.py [router|roles|all] [--workers 8] [--requests 2000] [--seconds 180]
+usage: python bench/cluster_simulation.py [router|remote|roles|all] [--workers 8] [--requests 2000] [--seconds 180]
 """
 
 from __future__ import annotations
@@ -505,9 +507,46 @@ def compare_routers(num_workers: int, num_requests: int) -> None:
         print(f"half of the workers at half speed, {name:12} mean TTFT {1000 * result.ttft:8.1f} ms")
 
 
-# -- roles ------------------------------------------------------------------------------------------------------
+# -- where prompts are computed ---------------------------------------------------------------------------------
 
 TTFT_TARGET, ITL_TARGET = 1.0, 0.015
+
+
+def steady_load(seconds: float, rate: float, prompt: int, outputs: int, rng: random.Random) -> list[Arrival]:
+    """Requests of half to one and a half times as many tokens. `rate`: requests per second."""
+    time, arrivals = 0.0, []
+    while time < seconds:
+        time += rng.expovariate(rate)
+        tokens = [rng.randrange(100_000) for _ in range(int(prompt * rng.uniform(0.5, 1.5)))]
+        arrivals.append(Arrival(time, tokens, int(outputs * rng.uniform(0.5, 1.5))))
+    return arrivals
+
+
+def compare_remote(num_workers: int, seconds: float) -> None:
+    """One prefill worker, the others decode. A prompt of 1,000 tokens takes 0.09 s."""
+    loads = {
+        "overloaded prefill worker": (16.0, 1000, 100),
+        "prefill worker that keeps up": (7.0, 1000, 100),
+        "short prompts": (30.0, 60, 100),
+    }
+    roles = [PREFILL] + [DECODE] * (num_workers - 1)
+    policies = {"all remote": 1, "fixed, 256 tokens": 256, "measured times": None}
+    print(f"1 prefill worker, {num_workers - 1} decode workers (simulated)")
+    for name, (rate, prompt, outputs) in loads.items():
+        arrivals = steady_load(seconds, rate, prompt, outputs, random.Random(3))
+        goodputs = {}
+        for policy, number in policies.items():
+            config = ClusterConfig(workers=1, min_remote_prefill=number)
+            result = simulate(arrivals, roles, num_blocks=20_000, config=config)
+            goodputs[policy] = result.goodput(TTFT_TARGET, ITL_TARGET)
+            itl = 1000 * statistics.fmean(one.itl for one in result.timings)
+            print(f"{name:30} {policy:18} goodput {goodputs[policy]:6.1%}   ", end="")
+            print(f"mean TTFT {1000 * result.ttft:8.1f} ms   mean ITL {itl:5.2f} ms")
+        ratio = goodputs["measured times"] / max(goodputs["fixed, 256 tokens"], 1e-9)
+        print(f"{name:30} goodput of measured times / fixed: {ratio:.2f}")
+
+
+# -- roles ------------------------------------------------------------------------------------------------------
 
 
 def shifting_load(seconds: float, scale: float, rng: random.Random) -> list[Arrival]:
@@ -551,7 +590,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="all", choices=("router", "roles", "all"))
+    parser.add_argument("what", nargs="?", default="all", choices=("router", "remote", "roles", "all"))
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--role-workers", type=int, default=4)
@@ -559,6 +598,8 @@ def main() -> None:
     options = parse_arguments(parser, workers=3, requests=60, role_workers=3, seconds=12.0)
     if options.what in ("router", "all"):
         compare_routers(options.workers, options.requests)
+    if options.what in ("remote", "all"):
+        compare_remote(options.role_workers, options.seconds / 3)
     if options.what in ("roles", "all"):
         compare_roles(options.role_workers, options.seconds)
 

@@ -27,7 +27,6 @@ from neso.cluster.router import Router
 from neso.cluster.sockets import FrontEndSocket
 from neso.cluster.work_queue import Job, WorkerState, WorkQueue, WrongContinuation
 from neso.engine.client.prefix_estimate import PrefixKeys
-from neso.engine.cluster_config import DECODE
 from neso.engine.config import EngineConfig
 from neso.engine.core.admission import QueueFull, expiry_message
 from neso.engine.core.request import EngineRequest, KvExport, KvImport, SequenceOutput
@@ -249,8 +248,8 @@ class ClusterChannel(EngineChannel):
     def _grant(self, job: Job, worker: WorkerState, prefiller: WorkerState | None) -> None:
         if job.export is not None and job.export.worker is worker:
             self._release_export(job)  # the prompt is in its own cache
-        elif job.export is None and worker.roles == DECODE and self._router.is_remote(job, worker):
-            self.counters.fallbacks += prefiller is None
+        elif job.export is None and prefiller is None:
+            self.counters.fallbacks += self._router.is_fallback(job, worker, self.workers)
         request = self._attempt_request(job)
         if prefiller is not None:
             cost = self.queue.grant_prefill(job, prefiller)
@@ -305,6 +304,7 @@ class ClusterChannel(EngineChannel):
 
     def worker_reported(self, worker: WorkerState, report: Report) -> None:
         worker.update(report.credits)
+        worker.num_generating = max(1, len(report.frames))
         worker.stats = report.stats
         clock_offset = time.monotonic_ns() - report.sent_ns if report.sent_ns else 0
         for frame in report.frames:

@@ -56,6 +56,7 @@ class Demand:
 
     - prompt_tokens: to compute per second, without cached ones; output_tokens: to generate per second
     - prompt_length: mean number of tokens to compute of a prompt; backlog: prompt tokens that wait for a worker
+    - max_sequences: of a worker
     - seconds_per_token: of a prefill; step, per_sequence: seconds between two tokens = step + per_sequence * sequences
     """
 
@@ -66,32 +67,57 @@ class Demand:
     seconds_per_token: float
     step: float
     per_sequence: float
+    max_sequences: float = float("inf")
+
+    @property
+    def output_length(self) -> float:
+        """Mean number of output tokens of a request."""
+        return self.output_tokens * self.prompt_length / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def pressure(self, split: Split, config: ClusterConfig) -> Pressure:
         """Predict the latencies of a split.
 
-        A side whose load exceeds its workers is slower the more it is overloaded, so that splits can be compared. A
-        worker of both roles counts half for each, except if all are: they then decode while they compute prompts.
+        The router gives decode workers the prompts that prefill workers cannot compute in time, see `remote_pays`. So
+        the part of the prompts that they compute is the one with the least pressure. A worker of both roles counts half
+        for each, except if all are: they compute all prompts where they decode.
         """
+        if not split.prefill and not split.decode:
+            return self._pressure(0.0, split.mixed, 1.0, config)
+        prefill, decode = split.prefill + split.mixed / 2, split.decode + split.mixed / 2
+        parts = (number / 10 for number in range(11))
+        return min((self._pressure(prefill, decode, part, config) for part in parts), key=max)
+
+    def _pressure(self, prefill: float, decode: float, local: float, config: ClusterConfig) -> Pressure:
+        """Predict the latencies if decode workers compute a part of the prompts, `local` of 1."""
         busy = self.prompt_tokens * self.seconds_per_token  # number of workers that prefill all the time
         prompt = self.prompt_length * self.seconds_per_token
-        all_mixed = not split.prefill and not split.decode
-        prefill = split.mixed if all_mixed else split.prefill + split.mixed / 2
-        decode = split.mixed if all_mixed else split.decode + split.mixed / 2
-        load = busy / prefill
-        if all_mixed:
-            prompt += self.step  # the steps have tokens of other requests too
-            load = min(load, 0.95) if load < 1 else load
-        wait = (
-            prompt * load / 2 / (1 - load) if load < 0.95 else 10 * prompt + (load - 0.95) * _OVERLOAD_SECONDS
-        )
-        ttft = prompt + wait + self.backlog * self.seconds_per_token / prefill
+        backlog = self.backlog * self.seconds_per_token
+        ttft = 0.0
+        if local < 1:
+            ttft = prompt + _wait(prompt, busy * (1 - local) / prefill) + backlog * (1 - local) / prefill
         sequences = self.output_tokens * self.per_sequence / decode
         itl = self.step / (1 - sequences) if sequences < 0.95 else self.step * (20 + 100 * (sequences - 0.95))
-        if all_mixed:
-            itl /= max(0.05, 1 - load)  # the steps that compute prompts take longer
+        waiting = self.output_tokens * itl / decode / self.max_sequences - 1  # of those that find no place
+        ttft += max(0.0, waiting) * _OVERLOAD_SECONDS
+        if local:
+            load = busy * local / decode
+            own = prompt + self.step  # the steps have tokens of other requests too
+            ttft = max(ttft, own + _wait(own, load) + backlog * local / decode)
+            # Of short outputs, those that meet one prompt are delayed by more than the mean.
+            one_prompt = prompt / self.output_length if self.output_length else 0.0
+            itl = max(itl / max(0.05, 1 - load), itl + one_prompt)
         assert config.ttft_target is not None and config.itl_target is not None
         return Pressure(ttft / config.ttft_target, itl / config.itl_target)
+
+
+def _wait(prompt: float, load: float) -> float:
+    """Return the mean seconds in a queue of prompts. `prompt`: seconds of one; `load`: of the workers, 1 is all.
+
+    Overloaded workers are slower the more they are overloaded, so that splits can be compared.
+    """
+    if load < 0.95:
+        return prompt * load / 2 / (1 - load)
+    return 10 * prompt + (load - 0.95) * _OVERLOAD_SECONDS
 
 
 class DemandMeter:
@@ -112,20 +138,24 @@ class DemandMeter:
         if new.finished:
             length = new.output_tokens / new.finished
             self._outputs += (_NEWER if self._outputs else 1) * (length - self._outputs)
+        running = [job for worker in workers for job in worker.jobs.values() if job.delivered.any]
+        # Long outputs are seen before they end.
+        so_far = sum(job.delivered.num_tokens for job in running) / len(running) if running else 0.0
         waiting = self._queue.waiting_tokens + sum(worker.num_prefill_tokens for worker in workers)
         prefills = [worker.seconds_per_token for worker in workers if worker.seconds_per_token]
-        decodes = [worker.decode_speed for worker in workers if worker.decode_speed.seconds_for(1)]
-        count = max(1, len(decodes))
-        slope = sum(one.slope for one in decodes) / count
-        step = sum(max(0.0, one.seconds / one.weight - one.slope * one.mean_size) for one in decodes) / count
+        decodes = [line for worker in workers if (line := worker.decode_speed.line())]
+        step, slope = (
+            (sum(column) / len(decodes) for column in zip(*decodes, strict=True)) if decodes else (0.0, 0.0)
+        )
         return Demand(
             prompt_tokens=self._prompt_tokens,
-            output_tokens=self._prompts * self._outputs,
+            output_tokens=self._prompts * max(self._outputs, so_far),
             prompt_length=self._prompt_tokens / self._prompts if self._prompts else 0.0,
             backlog=max(0.0, waiting - self._prompt_tokens * seconds),
             seconds_per_token=sum(prefills) / len(prefills) if prefills else 0.0,
             step=step,
             per_sequence=slope,
+            max_sequences=sum(worker.info.max_num_seqs for worker in workers) / max(1, len(workers)),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _MIN_WEIGHT = 5
-"""Number of observations, the last ones counted most, before the speeds of workers are compared."""
+"""Number of observations, the last ones counted most, before it is used."""
 
 
 @dataclass(slots=True)
@@ -32,13 +32,18 @@ class StepTime:
         self.product = self.decay * self.product + size * seconds
 
     @property
+    def known(self) -> bool:
+        """Whether there are enough observations for a prediction."""
+        return self.weight >= _MIN_WEIGHT
+
+    @property
     def mean_size(self) -> float:
         """Mean size of the observations."""
         return self.size / self.weight if self.weight else 0.0
 
     def seconds_for(self, size: float) -> float:
         """Return the seconds that the fitted line predicts for a size; 0 with too few observations."""
-        if self.weight < _MIN_WEIGHT:
+        if not self.known:
             return 0.0
         mean = self.seconds / self.weight
         return max(mean / 4, mean + self.slope * (size - self.mean_size))
@@ -48,9 +53,22 @@ class StepTime:
         """Seconds per unit of size. Mean seconds / mean size if the sizes hardly differ; 0 without observations."""
         if not self.size:
             return 0.0
+        slope = self._fitted_slope()
+        return slope if slope > 0 else self.seconds / self.size
+
+    def _fitted_slope(self) -> float:
+        """Return the slope of the line; 0 if the sizes hardly differ."""
         spread = self.weight * self.size_squared - self.size * self.size
-        if spread > 0.05 * self.size * self.size:
-            slope = (self.weight * self.product - self.size * self.seconds) / spread
-            if slope > 0:
-                return slope
-        return self.seconds / self.size
+        if spread <= 0.05 * self.size * self.size:
+            return 0.0
+        return (self.weight * self.product - self.size * self.seconds) / spread
+
+    def line(self) -> tuple[float, float] | None:
+        """Return the fixed seconds and those per unit of size; None with too few observations.
+
+        Unlike `slope`, this takes all of the time for fixed if the sizes hardly differ.
+        """
+        if not self.known:
+            return None
+        slope = max(0.0, self._fitted_slope())
+        return max(0.0, self.seconds / self.weight - slope * self.mean_size), slope

@@ -54,6 +54,11 @@ class Delivered:
         """Whether a token was delivered."""
         return any(self.tokens)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of delivered tokens of all outputs."""
+        return sum(map(len, self.tokens))
+
     def take(self, frame: Frame) -> SequenceOutput | None:
         """Return the part of an output that is new; None if there is none. Raises `WrongContinuation`."""
         output = frame.output
@@ -195,7 +200,10 @@ class WorkerState(Load):
         """Measured seconds between two tokens of a sequence."""
         self.speed, self.measured_at = StepTime(), 0.0
         self.decode_speed = StepTime(decay=0.999)
-        """Time between two tokens by the number of sequences."""
+        """Time between two tokens by the number of sequences, of steps without prompts."""
+        self.num_generating = 1
+        """Number of sequences that have generated tokens in the last step."""
+        self._only_decodes = True
         self.slowness = 1.0
         """Time of a prompt compared with the fastest worker, see `measure_slowness`."""
         self._num_grants = 0
@@ -214,8 +222,9 @@ class WorkerState(Load):
         self.blocks.remove(request)
 
     def update(self, credits: Credits) -> None:
-        """Use new credits, and forget the grants that they include."""
+        """Use the credits of a report, before its outputs, and forget the grants that they include."""
         self.credits = credits
+        self._only_decodes = not self.num_prefill_tokens
         self._unseen = [entry for entry in self._unseen if entry[0] > credits.grants]
 
     def has_room(self, job: Job, *, remote: bool = False) -> bool:
@@ -233,7 +242,8 @@ class WorkerState(Load):
     def observe_tokens(self, seconds: float, tokens: int) -> None:
         """Record the time of tokens after the first one."""
         self.itl = 0.9 * self.itl + 0.1 * seconds / tokens if self.itl else seconds / tokens
-        self.decode_speed.observe(seconds / tokens, self.num_sequences)
+        if self._only_decodes:
+            self.decode_speed.observe(seconds / tokens, self.num_generating)
 
     def observe_prefill(self, seconds: float, tokens: int, now: float = 0.0) -> None:
         """Record the time from a grant to its first output.
@@ -251,17 +261,26 @@ class WorkerState(Load):
     def cost(self, request: RoutedRequest) -> float:
         return self.slowness * super().cost(request)
 
+    def transfer_seconds(self, tokens: int) -> float:
+        """Return the seconds that the transfer of the blocks of `tokens` takes, at the speed of the transfers so far.
+
+        0 before the first transfer.
+        """
+        transfers, own = self.stats.kv_transfer, self.info.kv_format
+        if own is None or not transfers.imported_bytes:
+            return 0.0
+        num_bytes = tokens / self.block_size * own.block_bytes
+        return num_bytes * transfers.import_seconds / transfers.imported_bytes
+
     def import_cost(self, job: Job) -> float:
         """Return the cost of a request whose prompt another worker computes, in the unit of `cost`.
 
-        The blocks that are missing here take the time of their transfer, at the speed of the transfers so far.
+        The blocks that are missing here take the time of their transfer.
         """
         missing = self.uncached_tokens(job)
         cost = super().cost(job) - UNCACHED_COST * missing
-        transfers, own = self.stats.kv_transfer, self.info.kv_format
-        if own is not None and transfers.import_seconds and self.seconds_per_token:
-            seconds = missing / self.block_size * own.block_bytes
-            seconds *= transfers.import_seconds / max(1, transfers.imported_bytes)
+        seconds = self.transfer_seconds(missing)
+        if seconds and self.seconds_per_token:
             missing = min(missing, round(seconds / self.seconds_per_token))
         return self.slowness * (cost + UNCACHED_COST * missing)
 
@@ -419,7 +438,7 @@ class WorkQueue:
             return
         if not job.delivered.open:
             self.totals.finished += 1
-            self.totals.output_tokens += sum(len(tokens) for tokens in job.delivered.tokens)
+            self.totals.output_tokens += job.delivered.num_tokens
         self._take_back(job)
         if job.entry is not None and job.entry.id in self._by_entry:
             self._waiting.remove(job.entry)

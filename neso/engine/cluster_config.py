@@ -37,9 +37,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0
     min_remote_prefill: Annotated[
-        int,
-        Meta(description="A decode worker itself computes prompts with fewer tokens outside its cache."),
-    ] = 256
+        int | None,
+        Meta(
+            description="Decode workers compute prompts with fewer uncached tokens. Default: by measured time."
+        ),
+    ] = None
     max_tracked_blocks: Annotated[
         int,
         Meta(description="Most blocks of a worker's cache that it reports; a larger cache is estimated."),
@@ -115,8 +117,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             "min_remote_prefill",
             "max_tracked_blocks",
         ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
         if self.prefill_workers and not (self.decode_workers or self.workers or self.worker_address):
             raise ValueError("prefill_workers need decode_workers, which generate the text")
         for name in ("max_queue_seconds", "ttft_target", "itl_target", "role_period"):

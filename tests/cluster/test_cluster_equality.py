@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from checkpoints import make_checkpoint
 from request_mix import Answer, AnyRequest, Files
 
+from neso.cluster import router
 from neso.cluster.cluster_engine import ClusterEngine
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
@@ -124,6 +125,21 @@ async def test_every_feature_gives_the_results_of_one_engine(files: Files):
         hits = cluster.engine.cluster.stats().prefix_hit_tokens
         await cluster.compare(names[:20])  # the prompts are cached now
         assert cluster.engine.cluster.stats().prefix_hit_tokens > hits
+        await cluster.complete()
+
+
+async def test_prompts_computed_where_they_cost_less_give_the_results_of_one_engine(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+):
+    """Prompts are remote until their times are measured, and then by these times."""
+    monkeypatch.setattr(router, "UNMEASURED_REMOTE_PREFILL", 8)
+    names = [name for name in files.catalogue() if not name.startswith("pooling")]
+    random.Random(3).shuffle(names)
+    async with running(files, min_remote_prefill=None) as cluster:
+        for start in range(0, 40, 20):
+            await cluster.compare(names[start : start + 20])
+        counters = cluster.counters
+        assert 0 < counters.remote_prefills < counters.grants
         await cluster.complete()
 
 

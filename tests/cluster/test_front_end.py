@@ -592,11 +592,14 @@ async def test_blocks_of_a_cancelled_request_are_released(start: Start):
 
 
 async def test_roles_change_under_load(start: Start):
-    targets = ClusterConfig(ttft_target=0.1, itl_target=0.1, role_period=0.05)
+    # Outputs are short, so a prompt on a decode worker would delay them by more than the target.
+    targets = ClusterConfig(ttft_target=0.1, itl_target=1e-6, role_period=0.05)
     front_end = await start(cluster=targets)
     await front_end.join("prefill", sequences=0, roles=PREFILL, info=KV_INFO)
     decode = await front_end.join("decode", roles=DECODE, info=KV_INFO)
     second = await front_end.join("second", roles=DECODE, info=KV_INFO)
+    front_end.channel.queue.totals.finished += 1
+    front_end.channel.queue.totals.output_tokens += 2
     for worker in front_end.channel.workers:
         worker.observe_prefill(10.0, 10)
     changed: list[int] = []

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from fake_worker import BLOCK, INFO
 
-from neso.cluster.messages import Frame
+from neso.cluster.messages import Credits, Frame
 from neso.cluster.roles import Demand, DemandMeter, RoleController, Split
 from neso.cluster.work_queue import WorkerState, WorkQueue
 from neso.engine.client.prefix_estimate import PrefixKeys
@@ -80,9 +80,9 @@ def test_nothing_changes_if_the_load_alternates_or_gains_little():
 
 
 def test_workers_do_both_if_no_split_meets_both_targets():
-    """Two workers: one cannot prefill all prompts, and one cannot decode all outputs; both together can."""
+    """Two workers: one cannot decode all outputs; both can, and the prompts too."""
     targets = ClusterConfig(workers=1, ttft_target=2.0, itl_target=0.03)
-    demand = replace(QUIET, prompt_tokens=12_000.0, prompt_length=2000.0, output_tokens=1000.0)
+    demand = replace(QUIET, output_tokens=12_000.0)
     assert max(demand.pressure(Split(1, 0, 1), targets)) > 1
     assert max(demand.pressure(Split(0, 2, 0), targets)) < 1
     controller, present = RoleController(targets), workers(1, 1)
@@ -91,6 +91,60 @@ def test_workers_do_both_if_no_split_meets_both_targets():
         if change is not None:
             change.worker.roles = change.roles
     assert [one.roles for one in present] == [MIXED, MIXED]
+
+
+def test_decode_workers_compute_the_prompts_that_prefill_workers_cannot():
+    long_outputs = replace(PROMPTS, output_tokens=3000.0)  # a prompt delays them little
+    split = long_outputs.pressure(Split(1, 0, 3), TARGETS)
+    assert max(split) < 1.5
+    few_decoders = long_outputs.pressure(Split(1, 0, 1), TARGETS)
+    assert max(few_decoders) > 2 * max(split)
+    # A prompt takes as long as all tokens of a short output.
+    short_outputs = replace(PROMPTS, output_tokens=PROMPTS.prompt_tokens / 100)
+    assert short_outputs.pressure(Split(1, 0, 3), TARGETS).itl > 1
+    assert max(short_outputs.pressure(Split(3, 0, 1), TARGETS)) < 1
+
+
+def test_sequences_that_find_no_place_count():
+    assert max(replace(OUTPUTS, max_sequences=100).pressure(Split(2, 0, 2), TARGETS)) < 1
+    assert max(replace(OUTPUTS, max_sequences=30).pressure(Split(2, 0, 2), TARGETS)) > 5
+
+
+def test_long_outputs_are_seen_before_they_end():
+    queue, one = WorkQueue(clock=lambda: 0.0), worker(DECODE)
+    meter = DemandMeter(queue)
+    request = EngineRequest(
+        request_id="a", prompt_token_ids=[1] * BLOCK, sampling=SamplingParams(), max_tokens=900
+    )
+    job = queue.put(request, PrefixKeys(request, BLOCK))
+    queue.grant(job, one)
+    assert meter.measure([one], 1.0).output_tokens == 0
+    output = SequenceOutput(request_id="a", index=0, token_ids=[7] * 500)
+    job.delivered.take(Frame(1, 0, output))
+    queue.totals.arrived += 1
+    assert meter.measure([one], 1.0).output_tokens > 250
+
+
+def test_time_between_tokens_is_measured_without_prompts():
+    one = worker(MIXED)
+    for number in range(1, 11):
+        one.num_generating = number
+        one.update(Credits())
+        one.observe_tokens(0.008 + 0.001 * number, 1)
+        one.num_prefill_tokens = 1000
+        one.update(Credits())
+        one.observe_tokens(0.3, 1)
+        one.num_prefill_tokens = 0
+    line = one.decode_speed.line()
+    assert line is not None and line == pytest.approx((0.008, 0.001))
+
+
+def test_time_between_tokens_is_fixed_if_the_number_of_sequences_hardly_differs():
+    one = worker(DECODE)
+    for _ in range(10):
+        one.num_generating = 8
+        one.observe_tokens(0.01, 1)
+    assert one.decode_speed.line() == pytest.approx((0.01, 0.0))
 
 
 def test_workers_that_transfer_nothing_keep_their_role():

@@ -6,7 +6,13 @@ import msgspec
 import pytest
 
 from neso.cluster.messages import Credits
-from neso.cluster.router import MAX_DELAY, Choice, Router, measure_slowness
+from neso.cluster.router import (
+    MAX_DELAY,
+    UNMEASURED_REMOTE_PREFILL,
+    Choice,
+    Router,
+    measure_slowness,
+)
 from neso.cluster.speed import StepTime
 from neso.cluster.work_queue import Job, WorkerState
 from neso.engine.client.prefix_estimate import PrefixKeys
@@ -172,3 +178,88 @@ def test_worker_of_both_roles_computes_the_prompt_itself_if_prefill_workers_are_
     assert Router(64).choose([request], [prefill, both], 0.0)[1:3] == (both, None)
     prefill.update(FREE)
     assert Router(64).choose([request], [prefill, both], 0.0)[1:3] == (both, prefill)
+
+
+# -- where a prompt is computed, by measured times ----------------------------------------------------------------
+
+STEP, TOKEN = 0.008, 0.0001
+"""Seconds of a prefill: STEP + TOKEN * tokens."""
+
+
+def apart(*, measured: bool = True) -> tuple[WorkerState, WorkerState]:
+    """Return a prefill worker that was measured, and a decode worker with eight sequences."""
+    info = msgspec.structs.replace(INFO, kv_address="ipc://kv", kv_format=KV_FORMAT)
+    prefill, decode = WorkerState("prefill", info, PREFILL), WorkerState("decode", info, DECODE)
+    for one in (prefill, decode):
+        one.update(FREE)
+    for tokens in (100, 200, 400, 800, 1600, 3200) if measured else ():
+        prefill.observe_prefill(STEP + TOKEN * tokens, tokens)
+    decode.num_sequences, decode.itl = 8, STEP
+    return prefill, decode
+
+
+def computed_by(*workers: WorkerState, tokens: int, behind: int = 0, now: float = 0.0) -> str:
+    """Return the name of the worker that computes a prompt."""
+    window = [job(tokens, first=number + 1) for number in range(behind + 1)]
+    choice = Router().choose(window, workers, now)
+    assert choice.job is window[0] and choice.worker is not None
+    return (choice.prefiller or choice.worker).name
+
+
+def test_short_prompts_are_local_and_long_ones_are_remote():
+    # Eight sequences wait 8 * TOKEN per token of the prompt, which a remote prompt exchanges for a step.
+    assert computed_by(*apart(), tokens=8) == "decode"
+    assert computed_by(*apart(), tokens=12) == "prefill"
+    prefill, decode = apart()
+    decode.num_sequences = 1
+    assert computed_by(prefill, decode, tokens=70) == "decode"
+    assert computed_by(prefill, decode, tokens=90) == "prefill"
+    decode.num_sequences = 0
+    assert computed_by(prefill, decode, tokens=2000) == "decode"
+
+
+def test_long_prompts_are_local_while_the_prefill_worker_has_a_queue():
+    prefill, decode = apart()
+    prefill.num_prefill_tokens = 4000
+    assert computed_by(prefill, decode, tokens=400) == "decode"
+    assert computed_by(prefill, decode, tokens=1000) == "prefill"
+    decode.num_prefill_tokens = 4000
+    assert computed_by(prefill, decode, tokens=400) == "prefill"
+
+
+def test_requests_behind_a_prompt_count_as_those_beside_it():
+    assert computed_by(*apart(), tokens=400, behind=4) == "prefill"
+    assert computed_by(*apart(), tokens=400, behind=9) == "decode"
+
+
+def test_slow_transfer_keeps_prompts_local():
+    prefill, decode = apart()
+    decode.stats = EngineStats(kv_transfer=KvTransferStats(imported_bytes=1_000, import_seconds=0.001))
+    assert computed_by(prefill, decode, tokens=400) == "prefill"  # 25 blocks of a millisecond
+    decode.stats = EngineStats(kv_transfer=KvTransferStats(imported_bytes=1_000, import_seconds=0.1))
+    assert computed_by(prefill, decode, tokens=400) == "decode"
+
+
+def test_slow_decode_worker_computes_less():
+    prefill, decode = apart()
+    decode.num_sequences, decode.num_prefill_tokens = 0, 0
+    assert computed_by(prefill, decode, tokens=400) == "decode"
+    for tokens in (100, 200, 400, 800, 1600, 3200):
+        decode.observe_prefill(3 * (STEP + TOKEN * tokens), tokens)
+    assert computed_by(prefill, decode, tokens=400) == "prefill"
+
+
+@pytest.mark.parametrize("measured, now", [(False, 0.0), (True, 1000.0)])
+def test_without_recent_measurements_the_length_decides(measured: bool, now: float):
+    workers = apart(measured=measured)
+    assert computed_by(*workers, tokens=UNMEASURED_REMOTE_PREFILL - 1, now=now) == "decode"
+    assert computed_by(*workers, tokens=UNMEASURED_REMOTE_PREFILL, now=now) == "prefill"
+    workers[1].num_sequences = 0
+    assert computed_by(*workers, tokens=UNMEASURED_REMOTE_PREFILL, now=now) == "prefill"
+
+
+def test_given_number_replaces_measured_times():
+    prefill, decode = apart()
+    prefill.num_prefill_tokens = 100_000
+    assert Router(64).choose([job(64)], [prefill, decode], 0.0).prefiller is prefill
+    assert Router(65).choose([job(64)], [prefill, decode], 0.0).prefiller is None
