@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.loop.engine_core import EngineCore
 from neso.engine.runners.base import CacheLayout, Logits, Runner
 from neso.engine.runners.shared_cache import CacheShape, SharedCache
-from neso.engine.sampling.token_sampling import SamplingBatch
+from neso.engine.sampling.token_scores import TokenScores, sample_and_score
 from neso.engine.spec_decode.draft import NO_TREE, DraftTreePlan, token_positions
 from neso.engine.spec_decode.draft_length import DraftLength
 from neso.engine.spec_decode.speculator import Proposer, SpeculativeDecoding
@@ -109,28 +110,34 @@ class LaunchingRunner(FakeRunner):
     can_overlap = True
     last: LateTokens | None = None
 
-    def launch(self, plan: StepPlan, draws: SamplingBatch) -> LateTokens:
-        self.last = LateTokens(self, plan, draws, self.last)
+    def launch(self, plan: StepPlan) -> LateTokens:
+        self.last = LateTokens(self, plan, self.last)
         return self.last
 
 
 class LateTokens:
-    def __init__(
-        self, runner: LaunchingRunner, plan: StepPlan, draws: SamplingBatch, before: LateTokens | None
-    ) -> None:
-        self._runner, self._plan, self._draws, self._before = runner, plan, draws, before
-        self._tokens: np.ndarray | None = None
+    def __init__(self, runner: LaunchingRunner, plan: StepPlan, before: LateTokens | None) -> None:
+        self._runner, self._plan, self._before = runner, plan, before
+        self._results: tuple[np.ndarray, TokenScores | None] | None = None
+
+    def sample(self, *arguments: Any) -> LateTokens:
+        self._arguments = arguments
+        return self
 
     def wait(self) -> np.ndarray:
-        if self._tokens is None:
+        if self._results is None:
             ids = self._plan.token_ids.copy()
             if self._before is not None:
                 before = self._before.wait()  # steps run in order, whichever is waited for
                 ids[ids < 0] = before[-1 - ids[ids < 0]]
             self._before = None
             logits = self._runner.step(dataclasses.replace(self._plan, token_ids=ids))
-            self._tokens = self._runner.choose(logits, self._draws)
-        return self._tokens
+            self._results = sample_and_score(logits[: len(self._arguments[0])], *self._arguments)
+        return self._results[0]
+
+    def scores(self) -> TokenScores | None:
+        self.wait()
+        return self._results[1]
 
 
 def make_core(

@@ -20,6 +20,7 @@ from torch_cases import (
     GraphCases,
     KernelCases,
     SamplingCases,
+    ScoringCases,
     allocate,
     load_torch,
     normal,
@@ -72,6 +73,10 @@ class TestCapturedGraphs(GraphCases):
 
 class TestSampling(SamplingCases):
     device_type = "cuda"
+
+
+class TestScoring(ScoringCases):
+    pass
 
 
 class TestDeviceLogits(DeviceLogitsCases):

@@ -55,6 +55,7 @@ class BeamSearchAddon(Addon):
             group = BeamGroup([sequence], sampling.num_sequences, BeamSearch(sequence))
             sequence.group = sequence.addons[self] = group
             sequence.uses_sampler = False
+            sequence.sync_only = True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         if self in parent.addons:

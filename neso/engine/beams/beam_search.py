@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from neso.engine.core.request import PositionLogprobs
 from neso.engine.core.sequence import Sequence, finish_reason
+from neso.engine.sampling.adjustments import adjust
 from neso.engine.sampling.logprobs import Indices, best_candidates, log_normalizer, position_logprobs
-from neso.engine.sampling.state import SamplingState, adjust
+from neso.engine.sampling.state import SamplingState
 from neso.generation.output import FinishReason
 from neso.generation.sampling_params import SamplingParams
 

@@ -69,8 +69,8 @@ class Scheduler:
 
     # -- life of a sequence -------------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest, *, sync_only: bool = False) -> Sequence:
-        """Queue a request. `sync_only`: see `Sequence`.
+    def add(self, request: EngineRequest) -> Sequence:
+        """Queue a request.
 
         Raises `QueueFull` if too many requests wait, `RequestError` if an add-on rejects it, and `ValueError` if its id
         is in use or it can never run.
@@ -96,11 +96,10 @@ class Scheduler:
                 addon.admit(sequence)
             self._check_capacity(sequence)
         except Exception:
-            sequence.sync_only = False
+            sequence.sync_only, sequence.forks_pending = False, 0
             self.release(sequence)
             raise
-        sequence.sync_only |= sync_only
-        self.num_sync_only += sequence.sync_only
+        self.num_sync_only += sequence.needs_sync_steps
         return sequence
 
     def request_ids(self) -> list[str]:
@@ -117,9 +116,9 @@ class Scheduler:
 
     def fork(self, parent: Sequence) -> list[Sequence]:
         """Create the pending forks of `parent`, sharing its blocks."""
-        children = [self.fork_one(parent, i + 1) for i in range(parent.forks_pending)]
-        parent.forks_pending = 0
-        return children
+        count, parent.forks_pending = parent.forks_pending, 0
+        self.num_sync_only -= bool(count) and not parent.needs_sync_steps
+        return [self.fork_one(parent, i + 1) for i in range(count)]
 
     def fork_one(self, parent: Sequence, index: int) -> Sequence:
         """Create a running sequence of the same request that shares the blocks of `parent`."""
@@ -130,7 +129,7 @@ class Scheduler:
         child.cache_identity, child.placeholders = parent.cache_identity, parent.placeholders
         child.group, child.uses_sampler = parent.group, parent.uses_sampler
         child.sync_only = parent.sync_only
-        self.num_sync_only += child.sync_only
+        self.num_sync_only += child.needs_sync_steps
         child.status = SequenceStatus.RUNNING
         self.kv.fork(parent, child)
         bisect.insort(self.running, child, key=scheduling_order)
@@ -160,7 +159,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         self.kv.free(sequence)
         sequence.status = SequenceStatus.RELEASED
-        self.num_sync_only -= sequence.sync_only
+        self.num_sync_only -= sequence.needs_sync_steps
         siblings = self._sequences_of[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
@@ -216,7 +215,7 @@ class Scheduler:
         """Check that no blocks are lost and that the queues are consistent. Raises `IntegrityError`."""
         sequences = [*self.running, *self.waiting]
         self.kv.check_integrity(sequences)
-        if self.num_sync_only != sum(sequence.sync_only for sequence in sequences):
+        if self.num_sync_only != sum(sequence.needs_sync_steps for sequence in sequences):
             raise IntegrityError("num_sync_only does not match the sequences")
 
     def _schedule_running(self, step: Step) -> int:

@@ -120,6 +120,11 @@ class Sequence:
         self.max_tokens = self.num_prompt_tokens + self.request.max_tokens
 
     @property
+    def needs_sync_steps(self) -> bool:
+        """Whether steps must not overlap while the sequence is in flight."""
+        return self.sync_only or self.forks_pending > 0
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -81,7 +81,6 @@ class GuidedDecodingAddon(Addon):
         except GrammarError as error:
             raise RequestError(str(error), guided.field) from None
         sequence.addons[self] = state
-        sequence.sync_only = True
         if state.grammar is None:
             self._compiling.append(sequence)
 
@@ -133,7 +132,7 @@ class GuidedDecodingAddon(Addon):
         first = 0
         for sequence, draft, count in zip(sequences, drafts, num_drafts, strict=True):
             state: _GuidedSequence | None = sequence.addons.get(self)
-            if state is not None:
+            if state is not None and not sequence.released:
                 rows += range(first, first + 1 + count)
                 masks.append(self._masks_of(sequence, state, draft if count else None, count))
             first += 1 + count

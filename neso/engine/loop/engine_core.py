@@ -21,10 +21,10 @@ from neso.engine.core.stats import EngineStats, StepCounts
 from neso.engine.core.step import Step
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.diagnostics.memory import MemoryUse
-from neso.engine.loop.token_selection import TokenSelector, needs_sync_steps
-from neso.engine.runners.base import CacheLayout, LaunchedTokens, Runner
-from neso.engine.sampling.sampler import SampledToken, Sampler, sampling_batch
-from neso.engine.sampling.state import SamplingState, state_of
+from neso.engine.loop.token_selection import TokenSelector
+from neso.engine.runners.base import CacheLayout, Runner
+from neso.engine.sampling.sampler import LaunchedSampling, Sampler
+from neso.engine.sampling.state import state_of
 from neso.engine.sampling.token_sampling import INVALID_TOKEN
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,7 @@ class LaunchedStep:
     """
 
     step: Step
-    tokens: LaunchedTokens
-    states: list[SamplingState]
+    sampling: LaunchedSampling
     pending: list[tuple[Sequence, int]] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
@@ -131,7 +130,7 @@ class EngineCore:
         """Queue a request. Returns the error output at once if the request can never run."""
         name = request.request_id
         try:
-            self.scheduler.add(request, sync_only=needs_sync_steps(request.sampling))
+            self.scheduler.add(request)
         except QueueFull as error:
             return [SequenceOutput.failed(name, 0, str(error), refused=True)]
         except ValueError as error:
@@ -176,6 +175,7 @@ class EngineCore:
     def _overlapped_step(self, last: LaunchedStep | None) -> tuple[LaunchedStep | None, list[SequenceOutput]]:
         """Launch a step, then finish the previous one.
 
+        If sampling depends on the tokens of the previous step, it is launched after that one has finished.
         Returns the launched step and the outputs of the previous one.
         """
         step, plan, outputs = self._next_step()
@@ -184,17 +184,25 @@ class EngineCore:
             if not outputs:
                 self._wait()
             return None, outputs
-        launched: LaunchedStep | Exception
+        started = time.perf_counter()
+        sampling: LaunchedSampling | None = None
+        failure: Exception | None = None
         try:
             states = [state_of(scheduled.sequence) for scheduled in step.sampled]
-            launched = LaunchedStep(step, self.runner.launch(plan, sampling_batch(states)), states)
+            logits = self.runner.launch(plan)
+            if not self.selector.needs_known_tokens(step, states):
+                sampling = self.selector.launch(step, logits, states)
         except Exception as error:
-            launched = error
+            failure = error
         outputs += self._finish(last)
         try:
-            if isinstance(launched, Exception):
-                raise launched
+            if failure is not None:
+                raise failure
+            if sampling is None:
+                # The runner computes the step meanwhile.
+                sampling = self.selector.launch(step, logits, states)
             self.scheduler.advance(step)
+            launched = LaunchedStep(step, sampling, started=started)
             launched.append_placeholders()
         except Exception as error:
             return None, outputs + self._fail_step(step, error, _live(step))
@@ -265,19 +273,19 @@ class EngineCore:
             return []
         outputs: list[SequenceOutput] = []
         try:
-            tokens = launched.tokens.wait().tolist()
+            tokens = launched.sampling.wait()
             self._observe(
                 launched.step.counts, time.perf_counter() - max(launched.started, self._finished_at)
             )
             self._finished_at = time.perf_counter()
             self.scheduler.register(launched.step)
             for (sequence, position), state, token in zip(
-                launched.pending, launched.states, tokens, strict=True
+                launched.pending, launched.sampling.states, tokens, strict=True
             ):
                 if not sequence.released:
-                    if token != INVALID_TOKEN:
-                        state.record(token)
-                    outputs.append(self.selector.append_tokens(sequence, position, [SampledToken(token)]))
+                    if token.token_id != INVALID_TOKEN:
+                        state.record(token.token_id)
+                    outputs.append(self.selector.append_tokens(sequence, position, [token]))
         except Exception as error:
             return outputs + self._fail_step(launched.step, error, _live(launched.step))
         return outputs

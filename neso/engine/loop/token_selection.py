@@ -10,12 +10,11 @@ from neso.engine.core.request import PositionLogprobs, SequenceOutput
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence, finish_reason
 from neso.engine.core.step import DraftTokens, Step
-from neso.engine.runners.base import Logits
-from neso.engine.sampling.sampler import SampledToken, Sampler
-from neso.engine.sampling.state import state_of
+from neso.engine.runners.base import LaunchedLogits, Logits
+from neso.engine.sampling.sampler import LaunchedSampling, SampledToken, Sampler
+from neso.engine.sampling.state import SamplingState, state_of
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, RowMasks
 from neso.generation.output import FinishReason
-from neso.generation.sampling_params import SamplingParams
 
 
 @runtime_checkable
@@ -99,6 +98,19 @@ class TokenSelector:
             for sequence, token in zip(sequences, sampled, strict=True)
         ]
 
+    def needs_known_tokens(self, step: Step, states: list[SamplingState]) -> bool:
+        """Whether sampling the tokens of a step requires that the host knows the tokens of the previous step."""
+        constrained = self._constraint is not None and self._constraint in step.users
+        return constrained or any(state.needs_known_tokens for state in states)
+
+    def launch(self, step: Step, logits: LaunchedLogits, states: list[SamplingState]) -> LaunchedSampling:
+        """Start to sample the tokens of a launched step without forks and drafts."""
+        masks = None
+        if self._constraint is not None and self._constraint in step.users:
+            sequences = [scheduled.sequence for scheduled in step.sampled]
+            masks = self._constraint.row_masks(sequences, [None] * len(sequences), [0] * len(sequences))
+        return LaunchedSampling.launch(logits, states, masks)
+
     def append_tokens(
         self, sequence: Sequence, position: int, tokens: list[SampledToken], num_drafts: int = 0
     ) -> SequenceOutput:
@@ -158,21 +170,3 @@ class TokenSelector:
         return SequenceOutput.failed(
             sequence.request.request_id, sequence.index, str(error), error_field=error.field
         )
-
-
-def needs_sync_steps(params: SamplingParams) -> bool:
-    """Whether selecting a token on the device requires that the host knows the previous tokens."""
-    return bool(
-        params.num_sequences > 1
-        or params.needs_token_scores
-        or params.repetition_penalty != 1.0
-        or params.top_p_decay != 1.0
-        or params.allowed_token_ids is not None
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.min_tokens
-        or params.logit_bias
-        or params.embedding_bias
-        or params.bad_words
-        or params.no_repeat_ngram_size
-    )

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from neso.engine.core.step_plan import StepPlan
     from neso.engine.lora.adapter import LoraAdapter
     from neso.engine.parallel.communicator import Communicator
+    from neso.engine.sampling.adjustments import LogitAdjustments
+    from neso.engine.sampling.token_scores import ScoreRequest, TokenScores
     from neso.engine.specs.decoder_spec import DecoderSpec
     from neso.engine.specs.encoder_spec import LayerStackSpec
     from neso.engine.weights.model_tensors import EncoderTensors
@@ -59,6 +61,9 @@ class RemoteLogits(Protocol):
 
     def __setitem__(self, row: int, logits: Float32Array) -> None: ...
 
+    def adjust(self, adjustments: LogitAdjustments) -> None:
+        """Apply penalties, biases and bans in place."""
+
 
 Logits = Float32Array | RemoteLogits
 """Rows of logits. To change a row, read it, change it and write it back."""
@@ -83,6 +88,24 @@ class LaunchedTokens(Protocol):
 
     def wait(self) -> npt.NDArray[np.int32]:
         """Return one token per draw, int32[R]; INVALID_TOKEN for NaN logits. Raises the step's error if it failed."""
+
+    def scores(self) -> TokenScores | None:
+        """Return the requested scores, after `wait`; None if none were requested."""
+
+
+class LaunchedLogits(Protocol):
+    """Logits of a step that may still be running."""
+
+    def sample(
+        self,
+        draws: SamplingBatch,
+        adjustments: LogitAdjustments | None = None,
+        wanted: ScoreRequest | None = None,
+    ) -> LaunchedTokens:
+        """Start to sample a token for each of the first len(draws) rows, like `token_scores.sample_and_score`.
+
+        Called at most once, before the next step is launched.
+        """
 
 
 class PackedAdapter(Protocol):
@@ -179,8 +202,8 @@ class Runner(ABC):
         """
         raise NotImplementedError
 
-    def launch(self, plan: StepPlan, draws: SamplingBatch) -> LaunchedTokens:
-        """Start a step and the sampling of its tokens, for runners with `can_overlap`.
+    def launch(self, plan: StepPlan) -> LaunchedLogits:
+        """Start a step, for runners with `can_overlap`.
 
         A token id -1 - r in the plan means the token sampled for row r of the previously launched step.
         """

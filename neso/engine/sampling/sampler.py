@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from neso.engine.core.request import PositionLogprobs
+from neso.engine.sampling.adjustments import LogitAdjustments
 from neso.engine.sampling.logprobs import position_logprobs
-from neso.engine.sampling.state import SamplingState, adjust
+from neso.engine.sampling.state import SamplingState
 from neso.engine.sampling.token_sampling import (
     INVALID_TOKEN,
     FloatRows,
@@ -20,10 +21,11 @@ from neso.engine.sampling.token_sampling import (
     choose,
     probabilities_of,
 )
+from neso.engine.sampling.token_scores import ScoreRequest
 from neso.generation.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from neso.engine.runners.base import Logits
+    from neso.engine.runners.base import LaunchedLogits, LaunchedTokens, Logits
 
 Choose = Callable[[Any, SamplingBatch], Int32Array]
 
@@ -64,11 +66,12 @@ class Sampler:
         """Sample a token for each state from its row of float32[R, V] (which may be changed), and update the state."""
         scored_rows = [i for i, state in enumerate(states) if state.needs_scores]
         raw = dict(zip(scored_rows, logits[scored_rows], strict=True)) if scored_rows else {}
-        for i, state in enumerate(states):
-            if state.changes_logits:
-                row = logits[i]
-                adjust(row, state)
-                logits[i] = row
+        adjustments = LogitAdjustments.of(states)
+        if adjustments is not None:
+            if isinstance(logits, np.ndarray):
+                adjustments.apply(logits)
+            else:
+                logits.adjust(adjustments)
         tokens = self._choose(logits, sampling_batch(states, masks)).tolist()
         sampled = []
         for i, (state, token) in enumerate(zip(states, tokens, strict=True)):
@@ -81,6 +84,42 @@ class Sampler:
             else:
                 sampled.append(SampledToken(token))
             state.record(token)
+        return sampled
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedSampling:
+    """Tokens that a device may still be sampling, one for each state."""
+
+    states: list[SamplingState]
+    tokens: LaunchedTokens
+    wanted: ScoreRequest | None
+
+    @classmethod
+    def launch(
+        cls, logits: LaunchedLogits, states: list[SamplingState], masks: RowMasks | None = None
+    ) -> LaunchedSampling:
+        """Start the sampling of a token for each state, as `Sampler.sample` does, without updating the states."""
+        wanted = ScoreRequest.of(states)
+        tokens = logits.sample(sampling_batch(states, masks), LogitAdjustments.of(states), wanted)
+        return cls(states, tokens, wanted)
+
+    def wait(self) -> list[SampledToken]:
+        """Wait for the tokens, and return them. Raises the error of the step if it failed."""
+        tokens = self.tokens.wait().tolist()
+        sampled = [SampledToken(token) for token in tokens]
+        scores = self.tokens.scores() if self.wanted is not None else None
+        if self.wanted is None or scores is None:
+            return sampled
+        for i, row in enumerate(self.wanted.rows.tolist()):
+            if tokens[row] != INVALID_TOKEN:
+                count = self.states[row].params.num_logprobs or 0
+                sampled[row] = SampledToken(tokens[row], scores.position(i, tokens[row], count))
+        for i, row in enumerate(self.wanted.copied.tolist()):
+            if tokens[row] != INVALID_TOKEN:
+                state = self.states[row]
+                drawn_from = scores.drawn_from[i] if self.wanted.drawn_from else None
+                sampled[row] = scored(tokens[row], scores.logits[i], state.params, drawn_from, state.top_p)
         return sampled
 
 

@@ -1,4 +1,4 @@
-"""Sampling state of one sequence: random numbers, token counts, penalties and bans."""
+"""Sampling state of one sequence: random numbers, token counts and bans."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from neso.engine.core.sequence import Sequence as EngineSequence
 from neso.generation.sampling_params import SamplingParams
 
 Row = npt.NDArray[np.float32]
+Int32Array = npt.NDArray[np.int32]
 Words = tuple[tuple[int, ...], ...]
 
 
@@ -85,18 +86,12 @@ class TokenBans:
         if self.ngrams is not None:
             self.ngrams.record(self.history)
 
-    def apply(self, row: Row) -> None:
-        """Set the logits float32[V] of banned tokens to minus infinity, in place."""
-        if self.allowed is not None:
-            kept = row[self.allowed]
-            row.fill(-np.inf)
-            row[self.allowed] = kept
-        row[self.single] = -np.inf
-        for word in self.longer:
-            if self.history[1 - len(word) :] == list(word[:-1]):
-                row[word[-1]] = -np.inf
+    def banned(self) -> npt.NDArray[np.int64]:
+        """Return the banned tokens int64[N], without those outside the allowed set; a token may be there twice."""
+        found = [word[-1] for word in self.longer if self.history[1 - len(word) :] == list(word[:-1])]
         if self.ngrams is not None:
-            row[list(self.ngrams.banned(self.history))] = -np.inf
+            found += self.ngrams.banned(self.history)
+        return np.concatenate([self.single, np.array(found, np.int64)])
 
     def copy(self) -> TokenBans:
         ngrams = None if self.ngrams is None else self.ngrams.copy()
@@ -212,6 +207,23 @@ class SamplingState:
             returned=deque(self.returned),
         )
 
+    def penalized_tokens(self) -> tuple[Int32Array, Row]:
+        """Return the tokens int32[N] that penalties apply to, and how often each is in the output, float32[N].
+
+        Tokens that are only in the prompt are there if a repetition penalty needs them.
+        """
+        counts = self.output_counts
+        only_prompt = self.prompt_ids.difference(counts)
+        tokens = np.fromiter([*counts, *only_prompt], np.int32, len(counts) + len(only_prompt))
+        times = np.zeros(len(tokens), np.float32)
+        times[: len(counts)] = np.fromiter(counts.values(), np.float32, len(counts))
+        return tokens, times
+
+    @property
+    def needs_known_tokens(self) -> bool:
+        """Whether sampling the next token requires that the host knows all tokens before it."""
+        return self.changes_logits or self.params.top_p_decay < 1
+
     @property
     def changes_logits(self) -> bool:
         """Whether penalties, biases or bans change this sequence's logits."""
@@ -245,41 +257,3 @@ def _uniforms(seed: int | None, index: int) -> Iterator[float]:
     generator = np.random.default_rng(None if seed is None else [seed % 2**64, index])
     while True:
         yield from generator.random(_UNIFORMS_AT_ONCE).tolist()
-
-
-def adjust(row: Row, state: SamplingState) -> None:
-    """Apply penalties, bias, the minimum length and bans to logits float32[V], in place."""
-    params = state.params
-    if params.repetition_penalty != 1.0:
-        _repetition(row, state)
-    if params.presence_penalty or params.frequency_penalty:
-        _presence_and_frequency(row, state)
-    if state.dense_bias is not None:
-        row += state.dense_bias
-    if params.logit_bias:
-        ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
-        row[ids] += np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
-    if state.num_output_tokens < params.min_tokens and state.suppressed_ids:
-        row[list(state.suppressed_ids)] = -np.inf
-    if state.bans is not None:
-        state.bans.apply(row)
-
-
-def _repetition(row: Row, state: SamplingState) -> None:
-    """Apply the repetition penalty: divide positive logits of seen tokens, multiply negative ones.
-
-    CTRL, arXiv:1909.05858, section 4.1.
-    """
-    seen = state.prompt_ids.union(state.output_counts)
-    ids = np.fromiter(seen, np.int64, len(seen))
-    penalty = np.float32(state.params.repetition_penalty)
-    logits = row[ids]
-    row[ids] = np.where(logits > 0, logits / penalty, logits * penalty)
-
-
-def _presence_and_frequency(row: Row, state: SamplingState) -> None:
-    """Subtract OpenAI's presence and frequency penalties, which count only output tokens."""
-    counts = state.output_counts
-    ids = np.fromiter(counts.keys(), np.int64, len(counts))
-    times = np.fromiter(counts.values(), np.float32, len(counts))
-    row[ids] -= state.params.presence_penalty + state.params.frequency_penalty * times

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from neso.engine.addons.registry import PLAN_PARTS
 from neso.engine.core.prefix_cache import PrefixCache
+from neso.engine.core.request import SequenceOutput
 from neso.engine.core.step_plan import PlanPart, StepPlan
 from neso.generation import FinishReason
 
@@ -34,7 +36,7 @@ def test_any_schedule_gives_the_same_tokens(prompts, max_tokens, num_blocks, chu
     core = make_core(num_blocks, overlap, max_prefill_chunk=chunk, enable_prefix_caching=caching)
     rng = random.Random(seed)
     tokens: dict[str, list[int]] = {}
-    # A logit bias of 0 changes no token, but it disables overlapping steps while its request runs.
+    # A logit bias of 0 changes no token, but the tokens of its steps are sampled after the previous step has ended.
     options = [{"logit_bias": {0: 0.0}} if rng.random() < 0.2 else {} for _ in prompts]
     late = [make_request(str(i), p, max_tokens, **options[i]) for i, p in enumerate(prompts)]
     while late or core.has_work:
@@ -302,7 +304,7 @@ def test_sync_only_requests_disable_overlap_while_they_run():
     core = make_core(overlap=True)
     core.add(make_request("a", [1], max_tokens=12))
     core.step()
-    core.add(make_request("bias", [2], max_tokens=2, logit_bias={3: 0.0}))
+    core.add(make_request("scores", [2, 3], max_tokens=2, prompt_logprobs=1))
     plans = []
     while core.has_work:
         core.step()
@@ -312,12 +314,64 @@ def test_sync_only_requests_disable_overlap_while_they_run():
     assert any(ahead[2:])
 
 
+HOST_STATE: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.5, "temperature": 1.0, "seed": 1},
+    "frequency": {"frequency_penalty": 0.6, "presence_penalty": 0.2, "temperature": 1.0, "seed": 2},
+    "bias": {"logit_bias": {3: 1.5}, "temperature": 1.0, "seed": 3},
+    "minimum": {"min_tokens": 5, "stop_token_ids": tuple(range(0, 97, 2))},
+    "allowed": {"allowed_token_ids": tuple(range(5, 40)), "temperature": 0.8, "seed": 4},
+    "n-grams": {"no_repeat_ngram_size": 1},
+    "decay": {"temperature": 1.0, "seed": 5, "top_p": 0.9, "top_p_decay": 0.7},
+    "logprobs": {"logprobs": 3, "temperature": 1.0, "seed": 6},
+    "normalized": {"logprobs": 2, "normalize_logprobs": True, "temperature": 1.0, "top_k": 9, "seed": 7},
+    "all logprobs": {"logprobs": -1},
+    "logits": {"return_generation_logits": True, "presence_penalty": 0.5},
+}
+
+
+def test_requests_that_change_or_report_logits_overlap_and_equal_synchronous_steps():
+    def outputs_of(overlap: bool) -> tuple[dict[str, list[SequenceOutput]], int]:
+        core = make_core(overlap=overlap)
+        for name, params in HOST_STATE.items():
+            core.add(make_request(name, [len(name), 5, 5], max_tokens=9, **params))
+        found: dict[str, list[SequenceOutput]] = {name: [] for name in HOST_STATE}
+        num_ahead = 0
+        while core.has_work:
+            for output in core.step():
+                assert not output.error
+                found[output.request_id].append(output)
+            core.check_integrity()
+            num_ahead += bool((core.last_plan.token_ids < 0).any())
+        return found, num_ahead
+
+    overlapped, num_ahead = outputs_of(True)
+    synchronous, none = outputs_of(False)
+    assert num_ahead > 8 and not none
+    for name in HOST_STATE:
+        mine, theirs = overlapped[name], synchronous[name]
+        assert [o.token_ids for o in mine] == [o.token_ids for o in theirs], name
+        assert [o.logprobs for o in mine] == [o.logprobs for o in theirs], name
+        assert [o.generation_logits for o in mine] == [o.generation_logits for o in theirs], name
+        assert mine[-1].finish_reason == theirs[-1].finish_reason
+    assert all(o.logprobs for name in ("logprobs", "normalized", "all logprobs") for o in overlapped[name])
+
+
+def test_overlap_resumes_after_the_forks_of_a_request():
+    core = make_core(overlap=True)
+    core.add(make_request("several", [4, 5], n=3, max_tokens=8))
+    assert core.scheduler.num_sync_only == 1
+    core.step()
+    assert core.scheduler.num_sync_only == 0
+    tokens = run(core)
+    assert all(len(tokens["several", index]) == 7 for index in range(3))
+
+
 def test_a_failed_launch_fails_both_steps(monkeypatch):
     core = make_core(overlap=True)
     core.add(make_request("a", [1, 2]))
     core.step()
 
-    def broken(plan, draws):
+    def broken(plan):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(core.runner, "launch", broken)

@@ -23,6 +23,7 @@ from torch_cases import (
     DeviceLogitsCases,
     GraphCases,
     SamplingCases,
+    ScoringCases,
     allocate,
     load_torch,
     normal,
@@ -97,6 +98,10 @@ def test_sampling_kernel_equals_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     ).numpy()
     np.testing.assert_array_equal(found, choose(logits, draws))
     assert found[:2].tolist() == [INVALID_TOKEN] * 2
+
+
+class TestScoring(ScoringCases):
+    pass
 
 
 class TestDeviceLogits(DeviceLogitsCases):

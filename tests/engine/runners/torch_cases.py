@@ -7,7 +7,7 @@ values are always computed on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from random_draws import assert_neighbours, random_draws
 from torch import Tensor
 
 from neso.engine.addons.image_positions import RotaryPlan
+from neso.engine.core.request import EngineRequest
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch import triton_attention as attention_kernels
 from neso.engine.runners.torch.decode_graphs import DecodeGraphs
-from neso.engine.runners.torch.device_runner import DeviceLogits
+from neso.engine.runners.torch.device_runner import DeviceLogits, LaunchedDeviceLogits
 from neso.engine.runners.torch.kv_cache import KVCache, LayerCache
 from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.runner import TorchRunner
@@ -33,9 +34,14 @@ from neso.engine.runners.torch.sampling import choose as choose_on_device
 from neso.engine.runners.torch.step_inputs import step_inputs
 from neso.engine.runners.torch.triton_operations import TritonOperations, round_rows
 from neso.engine.runners.torch.weights import round_to_float8
+from neso.engine.sampling.adjustments import LogitAdjustments
+from neso.engine.sampling.sampler import sampling_batch
+from neso.engine.sampling.state import SamplingState
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, SamplingBatch, choose
+from neso.engine.sampling.token_scores import ScoreRequest, TokenScores, sample_and_score
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
+from neso.generation import SamplingParams
 
 Factory = Callable[..., Path]
 
@@ -458,3 +464,56 @@ class DeviceLogitsCases:
         logits[2] = row
         array[2, 3:] = -np.inf
         np.testing.assert_array_equal(logits[:], array)
+
+
+class ScoringCases:
+    """Adjusted logits, tokens and log probabilities on a device equal those of numpy."""
+
+    def test_adjustments_and_scores_equal_numpy(self, device: torch.device) -> None:
+        rng = np.random.default_rng(8)
+        states = [_sampling_state(**params) for params in _ADJUSTED]
+        for _ in range(6):
+            # Rounded, so that several logits are equal.
+            logits = (np.round(rng.standard_normal((len(states), 96)) * 8) / 4).astype(np.float32)
+            draws, adjustments = sampling_batch(states), LogitAdjustments.of(states)
+            wanted = ScoreRequest.of(states)
+            on_device = torch.from_numpy(logits.copy()).to(device)
+            launched = LaunchedDeviceLogits(on_device, lambda tokens: None).sample(draws, adjustments, wanted)
+            tokens, expected = sample_and_score(logits, draws, adjustments, wanted)
+            np.testing.assert_array_equal(launched.wait(), tokens)
+            np.testing.assert_array_equal(on_device.cpu().numpy(), logits)
+            found = launched.scores()
+            assert expected is not None and found is not None
+            for field in fields(TokenScores):
+                mine, theirs = getattr(found, field.name), getattr(expected, field.name)
+                assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), field.name
+                np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6, err_msg=field.name)
+            for state, token in zip(states, tokens.tolist(), strict=True):
+                state.record(token)
+
+
+_ADJUSTED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "repetition_penalty": 1.4, "logprobs": 2},
+    {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logprobs": 5},
+    {"repetition_penalty": 0.7, "frequency_penalty": -0.4, "logit_bias": {3: 2.5, 95: -100.0}},
+    {"temperature": 0.7, "min_tokens": 3, "top_k": 7},
+    {"temperature": 2.0, "allowed_token_ids": (1, 5, 80, 5), "logprobs": 0},
+    {"temperature": 2.0, "no_repeat_ngram_size": 1},
+    {"embedding_bias": np.linspace(-3, 3, 96, dtype=np.float32).tobytes(), "logprobs": -1},
+    {"temperature": 1.0, "normalize_logprobs": True, "logprobs": 3, "top_p": 0.9, "presence_penalty": 0.2},
+    {"return_generation_logits": True},
+]
+
+
+def _sampling_state(**params: Any) -> SamplingState:
+    sampling = SamplingParams(**{"temperature": 0.0, "seed": 4, **params})
+    request = EngineRequest(
+        request_id="",
+        prompt_token_ids=[7, 9, 7],
+        sampling=sampling,
+        max_tokens=50,
+        end_token_ids=tuple(range(0, 96, 3)),
+        bad_words=((11,), (9, 7), (12, 13)),
+    )
+    return SamplingState.create(request, [7, 9, 7])

@@ -17,8 +17,9 @@ from neso.engine.runners.base import Runner
 from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.runners.torch.device_runner import DeviceLogits
 from neso.engine.runners.torch.sampling import choose as choose_in_torch
+from neso.engine.sampling.adjustments import adjust
 from neso.engine.sampling.sampler import Sampler
-from neso.engine.sampling.state import SamplingState, adjust
+from neso.engine.sampling.state import SamplingState
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, choose
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint

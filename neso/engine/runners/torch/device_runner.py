@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_block
 from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.ranks import device_of_rank
-from neso.engine.runners.torch.sampling import choose
+from neso.engine.runners.torch.sampling import apply_adjustments, choose, sample_and_score
 from neso.engine.runners.torch.step_inputs import send_together
+from neso.engine.sampling.adjustments import LogitAdjustments
 from neso.engine.sampling.token_sampling import SamplingBatch
+from neso.engine.sampling.token_scores import ScoreRequest, TokenScores
 from neso.engine.spec_decode.draft import DraftTreePlan
 
 Float32Array = npt.NDArray[np.float32]
@@ -64,6 +67,10 @@ class DeviceLogits:
     @torch.inference_mode()
     def __setitem__(self, row: int, logits: Float32Array) -> None:
         self.values[row] = torch.from_numpy(logits).to(self.values.device)
+
+    @torch.inference_mode()
+    def adjust(self, adjustments: LogitAdjustments) -> None:
+        apply_adjustments(self.values, adjustments)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         return np.asarray(self[:], dtype)
@@ -124,10 +131,11 @@ class DeviceRunner(Runner):
         tokens: npt.NDArray[np.int32] = choose(logits.values[: len(draws)], draws).cpu().numpy()
         return tokens
 
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan, draws: SamplingBatch) -> DeviceTokens:
-        self._chosen = choose(self._logits(plan)[: len(draws)], draws)
-        return DeviceTokens(self._chosen)
+    def launch(self, plan: StepPlan) -> LaunchedDeviceLogits:
+        return LaunchedDeviceLogits(self._logits(plan), self._keep_chosen)
+
+    def _keep_chosen(self, tokens: Tensor) -> None:
+        self._chosen = tokens
 
     @torch.inference_mode()
     def _logits(self, plan: StepPlan) -> Tensor:
@@ -144,21 +152,44 @@ class DeviceRunner(Runner):
         return self.forward(plan, self._cache, self._chosen)
 
 
-class DeviceTokens:
-    """Sampled tokens int32[R] that are being copied to the host."""
+class LaunchedDeviceLogits:
+    """Logits float32[R, vocab_size] that the device may still be computing; `keep_chosen` gets the sampled tokens."""
 
-    def __init__(self, tokens: Tensor) -> None:
+    def __init__(self, values: Tensor, keep_chosen: Callable[[Tensor], None]) -> None:
+        self._values, self._keep_chosen = values, keep_chosen
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        draws: SamplingBatch,
+        adjustments: LogitAdjustments | None = None,
+        wanted: ScoreRequest | None = None,
+    ) -> DeviceTokens:
+        tokens, scores = sample_and_score(self._values[: len(draws)], draws, adjustments, wanted)
+        self._keep_chosen(tokens)
+        return DeviceTokens([tokens, *scores])
+
+
+class DeviceTokens:
+    """Sampled tokens int32[R], and the fields of `TokenScores` if requested, that are being copied to the host."""
+
+    def __init__(self, results: list[Tensor]) -> None:
         self._done: torch.cuda.Event | None = None
-        if tokens.device.type == "cuda":
-            self._tokens = torch.empty_like(tokens, device="cpu", pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
+        self._results = results
+        if results[0].device.type == "cuda":
+            self._results = [
+                torch.empty_like(result, device="cpu", pin_memory=True).copy_(result, non_blocking=True)
+                for result in results
+            ]
             self._done = torch.cuda.Event()
             self._done.record()
-        else:
-            self._tokens = tokens
 
     def wait(self) -> npt.NDArray[np.int32]:
         if self._done is not None:
             self._done.synchronize()
-        tokens: npt.NDArray[np.int32] = self._tokens.numpy()
+        tokens: npt.NDArray[np.int32] = self._results[0].numpy()
         return tokens
+
+    def scores(self) -> TokenScores | None:
+        results = self._results[1:]
+        return TokenScores(*(result.numpy() for result in results)) if results else None

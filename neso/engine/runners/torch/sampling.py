@@ -1,4 +1,4 @@
-"""Sampling on the device: `token_sampling.choose` in torch."""
+"""Sampling on the device: `token_sampling.choose` and `token_scores.sample_and_score` in torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from neso.engine.runners.torch.step_inputs import send, send_together
+from neso.engine.sampling.adjustments import LogitAdjustments
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, RowMasks, SamplingBatch
+from neso.engine.sampling.token_scores import ScoreRequest
 
 
 def choose(logits: Tensor, draws: SamplingBatch) -> Tensor:
@@ -30,6 +32,71 @@ def choose(logits: Tensor, draws: SamplingBatch) -> Tensor:
         rows = send(random, logits.device)
         tokens[rows] = _draw(_kept(_exponentials(logits[rows], chosen), chosen), chosen)
     return torch.where(broken, INVALID_TOKEN, tokens).int()
+
+
+def sample_and_score(
+    logits: Tensor, draws: SamplingBatch, adjustments: LogitAdjustments | None, wanted: ScoreRequest | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Sample a token for each row of float32[R, V], which is changed.
+
+    Returns int32[R] and the fields of `TokenScores`, without any if no scores are wanted. Does not wait for a GPU.
+    """
+    if wanted is None:
+        apply_adjustments(logits, adjustments)
+        return choose(logits, draws), ()
+    rows, copied = (ids.long() for ids in send_together([wanted.rows, wanted.copied], logits.device))
+    raw, copies = logits[rows], logits[copied]
+    apply_adjustments(logits, adjustments)
+    tokens = choose(logits, draws)
+    drawn_from = logits[copied] if wanted.drawn_from else logits.new_empty(0, logits.shape[1])
+    own = raw.gather(1, tokens[rows].clamp(min=0).long()[:, None])
+    highest = raw.amax(dim=1, keepdim=True)
+    log_mass = (raw - highest).exp().sum(dim=1, keepdim=True).log()
+    top_ids = _most_likely(raw, min(wanted.count, raw.shape[1]))
+    top_logprobs = raw.gather(1, top_ids) - highest - log_mass
+    ranks = (raw > own).sum(dim=1, dtype=torch.int32) + 1
+    logprobs = (own - highest - log_mass)[:, 0]
+    return tokens, (logprobs, ranks, top_ids.int(), top_logprobs, copies, drawn_from)
+
+
+def _most_likely(logits: Tensor, count: int) -> Tensor:
+    """Return the tokens int64[R, count] of the largest logits float32[R, V], best first, equal ones by token id."""
+    vocab = logits.shape[1]
+    # Integers that are ordered like the floats, with the token in the low bits.
+    bits = (logits + 0.0).view(torch.int32)
+    ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
+    keys = (ordered << 32) + torch.arange(vocab - 1, -1, -1, device=logits.device)
+    return vocab - 1 - (keys.topk(count, dim=1).values & 0xFFFFFFFF)
+
+
+def apply_adjustments(logits: Tensor, adjustments: LogitAdjustments | None) -> None:
+    """Change float32[R, V] in place; see `LogitAdjustments.apply`."""
+    if adjustments is None:
+        return
+    parts = [adjustments.penalized, adjustments.biased, adjustments.allowed, adjustments.banned]
+    indices = [ids for cells in parts for ids in (cells.rows, cells.tokens)]
+    values = [
+        values.view(np.int32) for values in (adjustments.factors, adjustments.subtracted, adjustments.biases)
+    ]
+    whole_rows = [adjustments.dense_rows, np.unique(adjustments.allowed.rows)]
+    sent = send_together([*indices, *values, *whole_rows], logits.device)
+    penalized, biased, allowed, banned = (
+        (sent[2 * i].long(), sent[2 * i + 1].long()) for i in range(len(parts))
+    )
+    factors, subtracted, biases = (part.view(torch.float32) for part in sent[8:11])
+    if len(factors):
+        before = logits[penalized]
+        logits[penalized] = torch.where(before > 0, before / factors, before * factors) - subtracted
+    if len(adjustments.dense_rows):
+        logits[sent[11].long()] += send(adjustments.dense_biases, logits.device)
+    if len(biases):
+        logits[biased] += biases
+    if len(adjustments.allowed):
+        kept = logits[allowed]
+        logits[sent[12].long()] = -torch.inf
+        logits[allowed] = kept
+    if len(adjustments.banned):
+        logits[banned] = -torch.inf
 
 
 def sampling_parameters(draws: SamplingBatch, device: torch.device) -> tuple[Tensor, ...]:
