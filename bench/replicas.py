@@ -8,8 +8,11 @@
     prefixes       each prompt has one of the prefixes and 32 tokens of its own
     conversations  as many conversations as prefixes, of four turns; a turn adds a quarter of a prefix
     nothing        prompts of 32 to 512 tokens without a common prefix
+- the same with two worker processes that pull requests from the queue of this process, as those of `neso serve
+  --workers 2` do
 
-usage: python bench/replicas.py [--model s] [--rounds 3] [--requests 96] [--prefixes 8] [--prefix 512]
+usage: python bench/replicas.py [--parts throughput engines workers] [--model s] [--rounds 3] [--requests 96]
+           [--prefixes 8] [--prefix 512]
 """
 
 from __future__ import annotations
@@ -22,21 +25,24 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from checkpoint import SHAPES, write_checkpoint
 from load import Workload, run_load
 from neso_server import served
 from smoke import parse_arguments
 
+from neso.cluster import Choice, ClusterEngine, Job, Router, WorkerState
 from neso.engine.client.engine_group import EngineGroup
 from neso.engine.client.engine_load import EngineLoad, GroupRequest, LeastCost
 from neso.engine.config import EngineConfig
 from neso.generation import GenerationRequest, SamplingParams
 
-Choice = Callable[[GroupRequest, Sequence[EngineLoad]], EngineLoad]
+PARTS = ("throughput", "engines", "workers")
+ChooseEngine = Callable[[GroupRequest, Sequence[EngineLoad]], EngineLoad]
 CONCURRENCY = 8
 BLOCK = 16
 """Tokens of a block of the KV cache."""
@@ -47,6 +53,7 @@ TURNS = 4
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--model", default="s", choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=96, help="requests of a round")
@@ -57,8 +64,11 @@ def main() -> None:
         checkpoint = Path(folder) / "checkpoint"
         write_checkpoint(checkpoint, options.model)
         vocabulary = SHAPES[options.model]["vocab"]
-        compare_throughput(checkpoint, vocabulary, options.rounds, options.requests)
-        asyncio.run(compare_choices(checkpoint, vocabulary, options))
+        if "throughput" in options.parts:
+            compare_throughput(checkpoint, vocabulary, options.rounds, options.requests)
+        for part in OPEN:
+            if part in options.parts:
+                asyncio.run(compare_choices(checkpoint, vocabulary, options, part))
 
 
 def compare_throughput(checkpoint: Path, vocabulary: int, rounds: int, requests: int) -> None:
@@ -82,10 +92,48 @@ def compare_throughput(checkpoint: Path, vocabulary: int, rounds: int, requests:
             print(f"{case:8} {prompt:7} {output:7} {first:9.1f} {second:10.1f} {ratio:6.2f}", flush=True)
 
 
-def round_robin() -> Choice:
+def round_robin() -> ChooseEngine:
     """Return a function that chooses the engines with room one after another."""
     turns = itertools.count()
     return lambda _, engines: engines[next(turns) % len(engines)]
+
+
+class RoundRobinRouter(Router):
+    """The oldest request goes to the next worker in turn that has room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = 0
+
+    def choose(self, window: Sequence[Job], workers: Sequence[WorkerState], now: float) -> Choice:
+        for job in window[:1]:
+            for offset in range(len(workers)):
+                worker = workers[(self._turn + offset) % len(workers)]
+                if worker.has_room(job):
+                    self._turn += offset + 1
+                    return Choice(job, worker)
+        return Choice()
+
+
+async def open_group(config: EngineConfig, in_turn: bool) -> EngineGroup:
+    group = await EngineGroup.start(config, 2)
+    group.choose = round_robin() if in_turn else LeastCost()
+    return group
+
+
+async def open_workers(config: EngineConfig, in_turn: bool) -> ClusterEngine:
+    cluster = msgspec.structs.replace(config.cluster, workers=2)
+    engine = await ClusterEngine.open(msgspec.structs.replace(config, cluster=cluster))
+    if in_turn:
+        engine.cluster.router = RoundRobinRouter()
+    return engine
+
+
+OPEN: dict[str, Callable[[EngineConfig, bool], Awaitable[EngineGroup | ClusterEngine]]] = {
+    "engines": open_group,
+    "workers": open_workers,
+}
+"""Functions that start two engines. The second argument: whether they get requests in turn."""
 
 
 @dataclass(slots=True)
@@ -114,7 +162,7 @@ def workloads(requests: int, prefixes: int, prefix: int, vocabulary: int) -> dic
     return {"prefixes": shared, "conversations": conversations, "nothing": alone}
 
 
-async def compare_choices(checkpoint: Path, vocabulary: int, options: argparse.Namespace) -> None:
+async def compare_choices(checkpoint: Path, vocabulary: int, options: argparse.Namespace, what: str) -> None:
     """Print hit rate and TTFT of both choices; each measurement starts with empty caches."""
     slots = CONCURRENCY // 2
     num_tokens = options.prefixes * options.prefix * 5 // 8 + slots * (SUFFIX + OUTPUT + BLOCK)
@@ -130,14 +178,14 @@ async def compare_choices(checkpoint: Path, vocabulary: int, options: argparse.N
         },
     )
     print(
-        f"\n{'case':14} {'hits: round robin':>18} {'Neso':>6} {'TTFT ms: round robin':>21} {'Neso':>7} {'ratio':>6}"
+        f"\n{what:14} {'hits: round robin':>18} {'Neso':>6} {'TTFT ms: round robin':>21} {'Neso':>7} {'ratio':>6}"
     )
     for case, work in workloads(options.requests, options.prefixes, options.prefix, vocabulary).items():
         found: list[list[tuple[float, float]]] = [[], []]
         for number in range(options.rounds):
             for i in (0, 1) if number % 2 == 0 else (1, 0):
-                choose = LeastCost() if i else round_robin()
-                found[i].append(await measure(config, work, options.prefixes, choose))
+                engine = await OPEN[what](config, not i)
+                found[i].append(await measure(engine, work, options.prefixes))
         columns = [[statistics.median(column) for column in zip(*results, strict=True)] for results in found]
         (base_hits, base_ttft), (hits, ttft) = columns
         ratio = statistics.median(base[1] / own[1] for base, own in zip(*found, strict=True))
@@ -148,14 +196,12 @@ async def compare_choices(checkpoint: Path, vocabulary: int, options: argparse.N
 
 
 async def measure(
-    config: EngineConfig, work: list[Conversation], most_open: int, choose: Choice
+    engine: EngineGroup | ClusterEngine, work: list[Conversation], most_open: int
 ) -> tuple[float, float]:
     """Return the share of the prompt tokens found in prefix caches, and the mean seconds to the first token.
 
     `most_open`: number of conversations that take turns; the next one begins when one has ended.
     """
-    group = await EngineGroup.start(config, 2)
-    group.choose = choose
     waiting = deque(Conversation(list(c.context), list(c.turns)) for c in work)
     current = deque(waiting.popleft() for _ in range(min(most_open, len(waiting))))
     times = []
@@ -166,7 +212,7 @@ async def measure(
             conversation.context += conversation.turns.pop(0)
             started, first = time.perf_counter(), 0.0
             params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
-            async for output in group.generate(GenerationRequest(list(conversation.context), params)):
+            async for output in engine.generate(GenerationRequest(list(conversation.context), params)):
                 first = first or time.perf_counter() - started
                 for delta in output.deltas:
                     conversation.context += delta.token_ids
@@ -179,9 +225,9 @@ async def measure(
     try:
         # As many clients as slots of one engine: each engine always has a free slot.
         await asyncio.gather(*(client() for _ in range(CONCURRENCY // 2)))
-        stats = await group.check_integrity()
+        stats = await engine.check_integrity()
     finally:
-        await group.stop()
+        await engine.stop()
     return stats.prefix_hit_tokens / stats.prefix_queried_tokens, statistics.mean(times)
 
 

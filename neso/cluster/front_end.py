@@ -100,7 +100,7 @@ class ClusterChannel(EngineChannel):
         """Called with the id of a traced request and a span that has ended."""
         self._pulls = pulls if pulls is not None else CreditPulls()
         self._pulls.attach(self)
-        self._router = Router(config.cluster.min_remote_prefill, self._pulls.may_start)
+        self.router = Router(config.cluster.min_remote_prefill, self._pulls.may_start)
         self._config = config.cluster
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._outputs: list[SequenceOutput] = []
@@ -237,7 +237,7 @@ class ClusterChannel(EngineChannel):
             self._timer.cancel()
             self._timer = None
         while self.queue.num_waiting:
-            choice = self._router.choose(self.queue.window(), self.workers, self._loop.time())
+            choice = self.router.choose(self.queue.window(), self.workers, self._loop.time())
             if choice.job is None or choice.worker is None:
                 if choice.wake is not None:
                     self._timer = self._loop.call_at(choice.wake, self._dispatch)
@@ -249,7 +249,7 @@ class ClusterChannel(EngineChannel):
         if job.export is not None and job.export.worker is worker:
             self._release_export(job)  # the prompt is in its own cache
         elif job.export is None and prefiller is None:
-            self.counters.fallbacks += self._router.is_fallback(job, worker, self.workers)
+            self.counters.fallbacks += self.router.is_fallback(job, worker, self.workers)
         request = self._attempt_request(job)
         if prefiller is not None:
             cost = self.queue.grant_prefill(job, prefiller)
