@@ -18,6 +18,7 @@ from cluster_server import MODEL, ClusterServer
 from eventually import wait_until
 from protocol_stops import Stops, stopping_environment
 from server_process import ServerProcess
+from shared_workers import Nats, needs_nats
 
 import neso
 
@@ -64,8 +65,8 @@ class Cluster(ClusterServer):
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(self.stream, prompts, SAMPLINGS))
 
-    def complete(self) -> None:
-        wait_until(lambda: self.count("workers") == 3, 120)
+    def complete(self, workers: int = 3) -> None:
+        wait_until(lambda: self.count("workers") == workers, 120)
 
     def assert_nothing_left(self) -> None:
         """Check that no request and no block of one is left anywhere."""
@@ -236,3 +237,55 @@ def test_request_fails_with_a_clear_error_after_its_last_attempt(tmp_path: Path)
         assert cluster.count("failed_requests_total") == 1
         wait_until(lambda: cluster.count("workers") == 1)
         assert cluster.server.post("/v1/completions", body, "openai")[0] == 200
+
+
+@pytest.fixture(scope="module")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nats]:
+    nats = Nats(tmp_path_factory.mktemp("nats"))
+    yield nats
+    nats.process.end()
+
+
+@pytest.fixture(scope="module")
+def nats_cluster(nats: Nats, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A server whose two workers pull tickets from NATS."""
+    cluster = Cluster(tmp_path_factory.mktemp("tickets"), "--workers=2", f"--worker-address={nats.url}")
+    with cluster.server:
+        yield cluster
+
+
+@needs_nats
+@pytest.mark.parametrize(
+    "step, victim, number",
+    [
+        ("claim", "holder", KILL),
+        ("claim", "holder", STOP),
+        ("claim", "nats", KILL),
+        ("ticket-ack", "worker", KILL),
+        ("ticket-ack", "nats", KILL),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_tickets_survive_a_process_that_is_lost(
+    nats_cluster: Cluster, nats: Nats, llm: neso.LLM, step: str, victim: str, number: signal.Signals
+):
+    """nats-server is started again while the step waits."""
+    cluster = nats_cluster
+    cluster.complete(2)
+    wanted = prompts(f"{step} {victim} {number.name}")
+    cluster.stops.want(step)
+    with ThreadPoolExecutor(1) as pool:
+        texts = pool.submit(cluster.texts, wanted)
+        try:
+            holder = cluster.stops.reached(step)
+            if victim == "nats":
+                nats.process.end(number)
+                nats.start()
+            else:
+                process = psutil.Process(cluster.server.process.pid).children()[0]
+                (psutil.Process(holder) if victim == "holder" else process).send_signal(number)
+        finally:
+            cluster.stops.go_on(step)
+        assert texts.result() == texts_of_one_engine(llm, wanted)
+    cluster.complete(2)
+    cluster.assert_nothing_left()
