@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 HANG_STATUS = 86
 """Exit status of an engine process whose step hangs."""
+DEVICE_LOST_STATUS = 87
+"""Exit status of an engine process whose GPU can run no further step."""
 
 
 class StepWatchdog:

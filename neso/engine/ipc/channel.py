@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from neso.engine.config import EngineConfig
-from neso.engine.diagnostics.watchdog import HANG_STATUS, StepWatchdog
+from neso.engine.diagnostics.watchdog import DEVICE_LOST_STATUS, HANG_STATUS, StepWatchdog
 from neso.engine.errors import EngineDead, EngineError
 from neso.engine.ipc.engine_process import run_engine
 from neso.engine.ipc.heartbeat import HeartbeatReader
@@ -218,6 +218,8 @@ def describe_exit(code: int) -> str:
     """Return how a process has ended, from its exit status or, if negative, its signal."""
     if code == HANG_STATUS:
         return "a step took longer than step_timeout"
+    if code == DEVICE_LOST_STATUS:
+        return "its GPU failed"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 

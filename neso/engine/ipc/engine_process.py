@@ -19,7 +19,7 @@ import zmq
 from neso.engine.config import EngineConfig
 from neso.engine.core.block_pool import IntegrityError
 from neso.engine.core.request import SequenceOutput
-from neso.engine.diagnostics.watchdog import HANG_STATUS, StepWatchdog
+from neso.engine.diagnostics.watchdog import DEVICE_LOST_STATUS, HANG_STATUS, StepWatchdog
 from neso.engine.encoders.encoder_core import EncoderCore
 from neso.engine.errors import EngineError
 from neso.engine.host_resources import parse_cpu_list
@@ -174,6 +174,10 @@ class EngineService:
         return Integrity("", self.core.stats())
 
 
+class DeviceLost(Exception):
+    """A step has failed in such a way that no further one can run in this process."""
+
+
 class EngineLoop:
     """Receives commands, runs steps and sends events. Blocks in the socket when there is no work."""
 
@@ -186,7 +190,7 @@ class EngineLoop:
             core.set_wake(clients.wake_up.set)
 
     def run(self) -> None:
-        """Run until a `Shutdown` command."""
+        """Run until a `Shutdown` command. Raises `DeviceLost`."""
         core = self._service.core
         while True:
             outputs: list[SequenceOutput] = []
@@ -207,6 +211,8 @@ class EngineLoop:
             # Send statistics even without outputs, after an abort or a prefill chunk, so that the client's are current.
             if stepped or outputs or commands:
                 self._clients.send_step(outputs, core.stats())
+            if isinstance(core, EngineCore) and core.lost_device:
+                raise DeviceLost
 
     def _change_clients(self, command: Attach | Detach) -> None:
         self._service.abort_all(command.client)
@@ -221,7 +227,7 @@ def run_engine(
     load: Callable[[], tuple[Core, EngineInfo]],
     watch: Callable[[Core], StepWatchdog],
 ) -> None:
-    """Load a model and serve it until `Shutdown`. Closes the socket."""
+    """Load a model and serve it until `Shutdown`. Closes the socket. Raises `DeviceLost`."""
     clients = EngineClients(socket)
     try:
         try:
@@ -261,11 +267,15 @@ def main(address: str, heartbeat_fd: str, config_json: str) -> None:
     socket.set_hwm(0)
     socket.connect(address)
     # A hanging step cannot be interrupted. The process exits; the client detects this and fails its requests.
-    run_engine(
-        socket,
-        lambda: load_engine(config),
-        lambda core: StepWatchdog(core, config, on_hang=lambda: os._exit(HANG_STATUS)),
-    )
+    try:
+        run_engine(
+            socket,
+            lambda: load_engine(config),
+            lambda core: StepWatchdog(core, config, on_hang=lambda: os._exit(HANG_STATUS)),
+        )
+    except DeviceLost:
+        logger.critical("the device is lost; the engine process ends")
+        os._exit(DEVICE_LOST_STATUS)
     context.term()
 
 

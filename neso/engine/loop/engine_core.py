@@ -81,6 +81,8 @@ class EngineCore:
             self.scheduler.kv.pool.epochs = runner.shared_cache.epochs
         self.selector = TokenSelector(self.scheduler, Sampler(runner.choose), self.addons)
         self.recent_plans: deque[StepPlan] = deque(maxlen=2)  # one may run while the next is prepared
+        self.lost_device = False
+        """Whether no further step can run in this process, after a failed one."""
         self.record: Callable[[StepPlan], None] | None = None
         """Called with every plan if set; steps then do not overlap."""
         self._pacer = PrefillPacer(config.max_decode_stretch)
@@ -312,6 +314,7 @@ class EngineCore:
     def _fail_step(self, step: Step, error: Exception, sequences: Iterable[Sequence]) -> list[SequenceOutput]:
         """End the requests of a failed step."""
         logger.error("step %d failed", self._num_steps, exc_info=error)
+        self.lost_device = self.runner.has_lost_device()
         if step.block_transfers:
             # Some of the step's block transfers may be done and others not.
             self.scheduler.kv.prefix_cache.clear()

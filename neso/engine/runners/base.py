@@ -146,6 +146,10 @@ class Runner(ABC):
     def allocate_cache(self, layout: CacheLayout) -> None:
         """Allocate the KV cache. Called once, before the first step."""
 
+    def has_lost_device(self) -> bool:
+        """Whether no further step can run in this process. Called after a step has failed."""
+        return False
+
     def store_shared(self, blocks: list[int]) -> None:  # noqa: B027
         """Copy computed blocks to `shared_cache`; nothing to do if it is the cache itself."""
 

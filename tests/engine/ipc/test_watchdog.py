@@ -1,4 +1,4 @@
-"""Watchdog: hanging steps are dumped and end the engine process."""
+"""Watchdog: hanging steps are dumped and end the engine process, as does a lost device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import neso.engine.runners.reference.runner as reference
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.engine.diagnostics.replay import read_engine, read_steps
-from neso.engine.errors import EngineDead
+from neso.engine.errors import EngineDead, EngineError
 from neso.generation import GenerationRequest, SamplingParams
 
 # Python runs it at startup: the second step never ends.
@@ -35,6 +35,18 @@ def hang_in_second_step(self, plan):
         time.sleep(1000)
     return step(self, plan)
 ReferenceRunner.step = hang_in_second_step
+"""
+
+# The third step fails as after an illegal address on a GPU, where all later steps would fail too.
+LOST = """
+from neso.engine.runners.reference.runner import ReferenceRunner
+step = ReferenceRunner.step
+def fail_in_third_step(self, plan):
+    if plan.step == 3:
+        ReferenceRunner.has_lost_device = lambda self: True
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return step(self, plan)
+ReferenceRunner.step = fail_in_third_step
 """
 
 
@@ -102,4 +114,22 @@ async def test_steps_within_the_timeout_are_not_dumped(llama_checkpoint, caplog)
     engine = await AsyncEngine.start(config_of(llama_checkpoint, timeout=20.0), in_process=True)
     assert len(await tokens_of(engine)) == 4
     assert "has taken more than" not in caplog.text
+    await engine.stop()
+
+
+async def test_a_lost_device_ends_the_process_and_its_restart_serves(
+    llama_checkpoint, tmp_path, monkeypatch, capfd
+):
+    (tmp_path / "sitecustomize.py").write_text(LOST)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    engine = await AsyncEngine.start(config_of(llama_checkpoint, timeout=60.0))
+    with pytest.raises(EngineError, match=r"illegal memory access|its GPU failed"):
+        await tokens_of(engine)
+    await until(lambda: not engine.alive)
+    with pytest.raises(EngineDead, match="its GPU failed"):
+        await tokens_of(engine)
+    assert "the device is lost" in capfd.readouterr().err
+    (tmp_path / "sitecustomize.py").write_text("")
+    await engine.restart()
+    assert len(await tokens_of(engine)) == 4
     await engine.stop()

@@ -294,3 +294,17 @@ def test_engine_tokens_and_logprobs_equal_the_reference(llama_checkpoint: Path) 
                 assert mine.logprob == pytest.approx(yours.logprob, abs=1e-3)
     # Penalties, bias and seeds had an effect.
     assert len({tuple(result.outputs[0].token_ids) for result in found}) == len(found)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_gpu_that_fails_again_is_lost(monkeypatch, lost):
+    def synchronize(device: torch.device) -> None:
+        if lost:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    runner = TorchRunner.__new__(TorchRunner)
+    runner.device = torch.device("cuda", 0)
+    assert runner.has_lost_device() is lost
+    runner.device = torch.device("cpu")
+    assert not runner.has_lost_device()

@@ -122,6 +122,16 @@ class DeviceRunner(Runner):
     def device_memory(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
+    def has_lost_device(self) -> bool:
+        """Whether the CUDA context is corrupted, for example by an illegal address: then every later call fails too."""
+        if self.device.type != "cuda":
+            return False
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:  # torch.AcceleratorError
+            return True
+        return False
+
     def step(self, plan: StepPlan) -> Logits:
         return DeviceLogits(self._logits(plan))
 
