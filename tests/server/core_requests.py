@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from neso.server.core import Core
 from neso.server.inference_request import InferenceRequest
@@ -31,3 +33,26 @@ def index_of(core: Core, name: str) -> list[IndexEntry]:
 
 async def collect(stream: ResponseStream) -> list[InferenceResponse]:
     return [response async for response in stream]
+
+
+async def infer(model: Model, **arrays: Any) -> dict[str, npt.NDArray[Any]]:
+    """Return the outputs of a request with these arrays, by name. Raises the error of the response."""
+    (response,) = await asyncio.wait_for(collect(send_request(model, **arrays)), 60)
+    if response.error is not None:
+        raise response.error
+    return {tensor.name: tensor.array for tensor in response.outputs}
+
+
+def reason(core: Core) -> str:
+    """Return why the only model of a core could not be loaded."""
+    (entry,) = core.repository_index()
+    assert entry.state.value == "UNAVAILABLE"
+    return entry.reason
+
+
+def parameters(**values: str) -> str:
+    """Return the `parameters` of a config.pbtxt."""
+    return "".join(
+        f"parameters {{ key: '{key}' value {{ string_value: '{value}' }} }}\n"
+        for key, value in values.items()
+    )

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import onnxruntime
 import pytest
-from core_requests import collect, send_request
+from core_requests import collect, infer, parameters, reason
 from eventually import until
 from onnx_models import T, accumulator, graph, identity, linear, node, onnx
 
@@ -23,14 +23,6 @@ def direct(model: bytes, **inputs) -> list[np.ndarray]:
     return onnxruntime.InferenceSession(model).run(None, inputs)
 
 
-async def infer(model, **arrays):
-    """Return outputs by name; raises the error."""
-    (response,) = await asyncio.wait_for(collect(send_request(model, **arrays)), 60)
-    if response.error is not None:
-        raise response.error
-    return {tensor.name: tensor.array for tensor in response.outputs}
-
-
 def batched(x: str, name: str, output: str) -> str:
     """Return a config with the input X of type and dims `x`, and the output `name` of type and dims `output`."""
     return f"max_batch_size: 2 input {{ name: 'X' {x} }} output {{ name: '{name}' {output} }}"
@@ -38,18 +30,6 @@ def batched(x: str, name: str, output: str) -> str:
 
 def typed(datatype: str, dims: str) -> str:
     return f"data_type: TYPE_{datatype} dims: {dims}"
-
-
-def reason(core) -> str:
-    (entry,) = core.repository_index()
-    assert entry.state.value == "UNAVAILABLE"
-    return entry.reason
-
-
-def parameters(**values: str) -> str:
-    return "".join(
-        f"parameters {{ key: '{k}' value {{ string_value: '{v}' }} }}\n" for k, v in values.items()
-    )
 
 
 async def test_model_without_config_pbtxt(serve_files):

@@ -9,7 +9,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from core_requests import collect, send_request
+from core_requests import collect, infer, parameters, reason
 from eventually import until
 from torch_models import (
     Accumulator,
@@ -42,26 +42,6 @@ ROWS = {0: torch.export.Dim("rows")}
 
 def tensors(*names: str, kind: str = "input", datatype: str = "FP32", dims: str = "[ -1 ]") -> str:
     return "".join(f"{kind} {{ name: '{name}' data_type: TYPE_{datatype} dims: {dims} }}\n" for name in names)
-
-
-def parameters(**values: str) -> str:
-    return "".join(
-        f"parameters {{ key: '{k}' value {{ string_value: '{v}' }} }}\n" for k, v in values.items()
-    )
-
-
-async def infer(model, **arrays):
-    """Return outputs by name; raises the error."""
-    (response,) = await asyncio.wait_for(collect(send_request(model, **arrays)), 60)
-    if response.error is not None:
-        raise response.error
-    return {tensor.name: tensor.array for tensor in response.outputs}
-
-
-def reason(core) -> str:
-    (entry,) = core.repository_index()
-    assert entry.state.value == "UNAVAILABLE"
-    return entry.reason
 
 
 A, B = np.array([5, 7, 9], np.float32), np.array([1, 2, 4], np.float32)

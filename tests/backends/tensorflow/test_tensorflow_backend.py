@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from core_requests import collect, send_request
+from core_requests import collect, infer, parameters, reason
 from eventually import until
 from tensorflow_models import (
     WEIGHTS,
@@ -30,28 +30,8 @@ GRAPH = 'platform: "tensorflow_graphdef"\n'
 X = np.random.default_rng(1).integers(-8, 8, (16, 4)).astype(np.float32)
 
 
-async def infer(model, **arrays):
-    """Return outputs by name; raises the error."""
-    (response,) = await asyncio.wait_for(collect(send_request(model, **arrays)), 60)
-    if response.error is not None:
-        raise response.error
-    return {tensor.name: tensor.array for tensor in response.outputs}
-
-
-def reason(core) -> str:
-    (entry,) = core.repository_index()
-    assert entry.state.value == "UNAVAILABLE"
-    return entry.reason
-
-
 def tensors(x: str = "TYPE_FP32 dims: [ 4 ]", out: str = "TYPE_FP32 dims: [ 3 ]") -> str:
     return f"input {{ name: 'X' data_type: {x} }} output {{ name: 'OUT' data_type: {out} }}\n"
-
-
-def parameters(**values: str) -> str:
-    return "".join(
-        f"parameters {{ key: '{k}' value {{ string_value: '{v}' }} }}\n" for k, v in values.items()
-    )
 
 
 async def test_saved_model_without_config_pbtxt(serve_files):
