@@ -94,7 +94,7 @@ class SharedMemoryWindow:
 _DIRECTORY = "/dev/shm"  # directory of shm_open on Linux
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, eq=False)  # without slots, so that there can be weak references to it
 class SharedMemoryRegion:
     """A registered region: `byte_size` bytes at `offset` of the POSIX shared-memory object `key`.
 
