@@ -59,7 +59,11 @@ class Served:
         self.server, self.weights = server, weights
 
 
-@pytest.fixture(scope="module", params=["openvino", "tensorflow"])
+# TensorFlow: see tests/backends/tensorflow/test_tensorflow_backend.py.
+TENSORFLOW = pytest.param("tensorflow", marks=[pytest.mark.slow, pytest.mark.alone])
+
+
+@pytest.fixture(scope="module", params=["openvino", TENSORFLOW])
 def served(request, tmp_path_factory):
     models = {"openvino": openvino_models, "tensorflow": tensorflow_models}[request.param]
     alone, (config, batched), weights = models()

@@ -25,6 +25,9 @@ from tensorflow_models import (
 from neso.server.inference_request import InferenceRequest
 from neso.server.tensor import DataType, Tensor
 
+# Not in a process with the tests of NIXL: loading it after TensorFlow aborts, because both define flags of gRPC.
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
 BACKEND = 'backend: "tensorflow"\n'
 GRAPH = 'platform: "tensorflow_graphdef"\n'
 X = np.random.default_rng(1).integers(-8, 8, (16, 4)).astype(np.float32)
