@@ -19,6 +19,7 @@ SMALLEST_SHARED_MEMORY = 99 * 1024
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_kernels_compile_once_for_each_kind_of_step(tmp_path: Path) -> None:
     # In a process of its own, because in this one the kernels are interpreted.
     report = tmp_path / "kernels.json"
