@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -64,6 +64,20 @@ class Cluster(ClusterServer):
     def texts(self, prompts: list[str]) -> list[str]:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(self.stream, prompts, SAMPLINGS))
+
+    @contextmanager
+    def held_at(self, step: str, prompts: list[str]) -> Iterator[tuple[int, Future[list[str]]]]:
+        """Send requests, and let the first process at a step hold until the end of the block.
+
+        Yields its id and the texts.
+        """
+        self.stops.want(step)
+        with ThreadPoolExecutor(1) as pool:
+            texts = pool.submit(self.texts, prompts)
+            try:
+                yield self.stops.reached(step), texts
+            finally:
+                self.stops.go_on(step)
 
     def complete(self, workers: int = 3) -> None:
         wait_until(lambda: self.count("workers") == workers, 120)
@@ -129,17 +143,10 @@ def test_requests_survive_a_process_that_is_lost(
     cluster.complete()
     lost = cluster.count("lost_workers_total")
     wanted = prompts(f"{step} {victim} {number.name}")
-    cluster.stops.want(step)
-    with ThreadPoolExecutor(1) as pool:
-        texts = pool.submit(cluster.texts, wanted)
-        try:
-            holder = cluster.stops.reached(step)
-            # On a busy machine, a worker that holds may already be lost because it is silent.
-            with contextlib.suppress(psutil.NoSuchProcess):
-                cluster.process(victim, holder).send_signal(number)
-        finally:
-            cluster.stops.go_on(step)
-        assert texts.result() == texts_of_one_engine(llm, wanted)
+    # On a busy machine, a worker that holds may already be lost because it is silent.
+    with cluster.held_at(step, wanted) as (holder, texts), suppress(psutil.NoSuchProcess):
+        cluster.process(victim, holder).send_signal(number)
+    assert texts.result() == texts_of_one_engine(llm, wanted)
     wait_until(lambda: cluster.count("lost_workers_total") > lost)
     cluster.complete()
     cluster.assert_nothing_left()
@@ -154,18 +161,14 @@ def test_requests_survive_a_server_that_stops_for_a_while(
     """After 8 s the workers have given the server up, and join again."""
     cluster.complete()
     wanted = prompts(f"server {step}")
-    cluster.stops.want(step)
     server = psutil.Process(cluster.server.process.pid)
-    with ThreadPoolExecutor(1) as pool:
-        texts = pool.submit(cluster.texts, wanted)
+    with cluster.held_at(step, wanted) as (_, texts):
         try:
-            cluster.stops.reached(step)
             server.send_signal(STOP)
             time.sleep(seconds)
         finally:
             server.send_signal(signal.SIGCONT)
-            cluster.stops.go_on(step)
-        assert texts.result() == texts_of_one_engine(llm, wanted)
+    assert texts.result() == texts_of_one_engine(llm, wanted)
     cluster.complete()
     cluster.assert_nothing_left()
 
@@ -273,19 +276,14 @@ def test_tickets_survive_a_process_that_is_lost(
     cluster = nats_cluster
     cluster.complete(2)
     wanted = prompts(f"{step} {victim} {number.name}")
-    cluster.stops.want(step)
-    with ThreadPoolExecutor(1) as pool:
-        texts = pool.submit(cluster.texts, wanted)
-        try:
-            holder = cluster.stops.reached(step)
-            if victim == "nats":
-                nats.process.end(number)
-                nats.start()
-            else:
-                process = psutil.Process(cluster.server.process.pid).children()[0]
-                (psutil.Process(holder) if victim == "holder" else process).send_signal(number)
-        finally:
-            cluster.stops.go_on(step)
-        assert texts.result() == texts_of_one_engine(llm, wanted)
+    with cluster.held_at(step, wanted) as (holder, texts):
+        if victim == "nats":
+            nats.process.end(number)
+            nats.start()
+        elif victim == "worker":
+            psutil.Process(cluster.server.process.pid).children()[0].send_signal(number)
+        else:
+            cluster.process(victim, holder).send_signal(number)
+    assert texts.result() == texts_of_one_engine(llm, wanted)
     cluster.complete(2)
     cluster.assert_nothing_left()

@@ -330,8 +330,9 @@ class EnsembleRun:
         }
 
     def _send_responses(self) -> None:
-        """Send the responses of a decoupled ensemble that are next in order. The last one is final if all steps have
-        ended.
+        """Send the responses of a decoupled ensemble that are next in order.
+
+        The last one is final if all steps have ended.
         """
         unsent: list[InferenceResponse] = []
         self._root.take_responses(unsent)

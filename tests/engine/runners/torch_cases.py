@@ -333,15 +333,14 @@ class GraphCases:
         sequences = [builder.sequence([*random_tokens(5 + i, seed=i), 0, 0]) for i in range(3)]
         greedy = SamplingBatch.of([(0.0, 0, 1.0, 0.0, 0.0)] * 3)
         rows = np.cumsum([5, 6, 7]) - 1
-        first = runner.launch(
-            builder.plan([(s, len(s.tokens) - 2) for s in sequences], rows=rows.tolist()), greedy
-        )
+        prompts = builder.plan([(s, len(s.tokens) - 2) for s in sequences], rows=rows.tolist())
+        first = runner.launch(prompts).sample(greedy)
         order = [2, 0, 1]
         for row, i in enumerate(order):
             sequences[i].tokens[-2] = -1 - i
             sequences[i].tokens[-1] = -1 - row
-        second = runner.launch(builder.plan([(sequences[i], 1) for i in order]), greedy)
-        third = runner.launch(builder.plan([(sequences[i], 1) for i in order]), greedy)
+        second = runner.launch(builder.plan([(sequences[i], 1) for i in order])).sample(greedy)
+        third = runner.launch(builder.plan([(sequences[i], 1) for i in order])).sample(greedy)
         tokens = [launched.wait().tolist() for launched in (first, second, third)]
         for row, i in enumerate(order):
             known = builder.sequence([*random_tokens(5 + i, seed=i), tokens[0][i], tokens[1][row]])
