@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,8 @@ class FakeEncoder:
     classifier = None
 
     def __init__(self) -> None:
+        self.layers = SimpleNamespace(has_lost_device=lambda: self.lost)
+        self.lost = False
         self.batches: list[list[int]] = []
 
     def encode(self, batch):
@@ -83,6 +87,16 @@ def test_a_failing_batch_does_not_affect_others(encoder):
     assert [o.finish_reason for o in failed] == [FinishReason.ERROR] * 2
     assert "broken" in failed[0].error
     assert vectors(answered) == {"c": [3.0]}
+    assert not core.lost_device
+
+
+def test_a_batch_that_fails_with_its_device_is_reported(encoder):
+    core = make_core(encoder)
+    encoder.lost = True
+    core.add(request("a", [1]))
+    assert vectors(core.step()) == {"a": [1.0]} and not core.lost_device
+    core.add(request("b", [99]))
+    assert "broken" in core.step()[0].error and core.lost_device
 
 
 def test_requests_rejected_on_submission(encoder):

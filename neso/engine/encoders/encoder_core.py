@@ -37,6 +37,8 @@ class EncoderCore:
         self._arrivals = 0
         self._step = 0
         self._num_tokens = 0
+        self.lost_device = False
+        """Whether no further step can run in this process, after a failed one."""
 
     @property
     def info(self) -> PoolingInfo:
@@ -91,6 +93,7 @@ class EncoderCore:
             vectors = self._run(batch)
         except Exception as error:
             logger.error("step %d failed", self._step, exc_info=error)
+            self.lost_device = self._encoder.layers.has_lost_device()
             return [_failed(request, f"the model failed: {error}") for request in batch]
         return [_answer(request, vector) for request, vector in zip(batch, vectors, strict=True)]
 

@@ -211,7 +211,7 @@ class EngineLoop:
             # Send statistics even without outputs, after an abort or a prefill chunk, so that the client's are current.
             if stepped or outputs or commands:
                 self._clients.send_step(outputs, core.stats())
-            if isinstance(core, EngineCore) and core.lost_device:
+            if core.lost_device:
                 raise DeviceLost
 
     def _change_clients(self, command: Attach | Detach) -> None:

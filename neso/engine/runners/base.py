@@ -265,6 +265,10 @@ class LayerStack(ABC):
     ) -> LayerStack:
         """Load the weights. Raises `CheckpointError` for a missing tensor, `UnsupportedOption`."""
 
+    def has_lost_device(self) -> bool:
+        """Whether no further batch can run in this process. Called after `run` has failed."""
+        return False
+
     @abstractmethod
     def run(self, x: Float32Array, starts: Int32Array) -> Float32Array:
         """Return the output of the last layer for x float32[T, hidden], a flat batch without padding. May overwrite x.

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from checkpoints import make_encoder
 from eventually import until
 
 import neso.engine.diagnostics.watchdog as watchdog
@@ -20,6 +21,7 @@ from neso.engine.config import EngineConfig
 from neso.engine.diagnostics.replay import read_engine, read_steps
 from neso.engine.errors import EngineDead, EngineError
 from neso.generation import GenerationRequest, SamplingParams
+from neso.generation.pooling import PoolingRequest
 
 # Python runs it at startup: the second step never ends.
 HANGING = """
@@ -49,6 +51,19 @@ def fail_in_third_step(self, plan):
 ReferenceRunner.step = fail_in_third_step
 """
 
+# The same in the second batch of an encoder.
+LOST_ENCODER = """
+from neso.engine.runners.reference.encoder import ReferenceLayerStack
+run, runs = ReferenceLayerStack.run, []
+def fail_in_second_batch(self, x, starts):
+    runs.append(len(x))
+    if len(runs) == 2:
+        ReferenceLayerStack.has_lost_device = lambda self: True
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return run(self, x, starts)
+ReferenceLayerStack.run = fail_in_second_batch
+"""
+
 
 def config_of(checkpoint: Path, timeout: float = 0.2) -> EngineConfig:
     options = {"runner": "reference", "num_blocks": 32, "step_timeout": timeout}
@@ -60,6 +75,10 @@ async def tokens_of(engine: AsyncEngine) -> list[int]:
     return [
         token async for out in engine.generate(request) for delta in out.deltas for token in delta.token_ids
     ]
+
+
+async def dimensions_of(engine: AsyncEngine) -> int:
+    return len((await engine.pool(PoolingRequest([7, 8, 9]))).values)
 
 
 def folder_in(log: str) -> Path:
@@ -132,4 +151,21 @@ async def test_a_lost_device_ends_the_process_and_its_restart_serves(
     (tmp_path / "sitecustomize.py").write_text("")
     await engine.restart()
     assert len(await tokens_of(engine)) == 4
+    await engine.stop()
+
+
+async def test_a_lost_device_ends_the_process_of_an_encoder(tmp_path, monkeypatch, capfd):
+    (tmp_path / "sitecustomize.py").write_text(LOST_ENCODER)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    engine = await AsyncEngine.start(config_of(make_encoder(tmp_path / "model", "bert"), timeout=60.0))
+    dimensions = await dimensions_of(engine)
+    with pytest.raises(EngineError, match=r"illegal memory access|its GPU failed"):
+        await dimensions_of(engine)
+    await until(lambda: not engine.alive)
+    with pytest.raises(EngineDead, match="its GPU failed"):
+        await dimensions_of(engine)
+    assert "the device is lost" in capfd.readouterr().err
+    (tmp_path / "sitecustomize.py").write_text("")
+    await engine.restart()
+    assert await dimensions_of(engine) == dimensions
     await engine.stop()

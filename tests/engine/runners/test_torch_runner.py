@@ -36,6 +36,7 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.runner_options import UnsupportedOption
 from neso.engine.runners.torch import sampling, triton_sampling
 from neso.engine.runners.torch.decode_graphs import BATCH_SIZES, DecodeGraphs
+from neso.engine.runners.torch.encoder import TorchLayerStack
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.runners.torch.weights import MLP, DenseLinear, Float8Linear, Linear
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, SamplingBatch, choose
@@ -306,5 +307,8 @@ def test_a_gpu_that_fails_again_is_lost(monkeypatch, lost):
     runner = TorchRunner.__new__(TorchRunner)
     runner.device = torch.device("cuda", 0)
     assert runner.has_lost_device() is lost
+    layers = TorchLayerStack.__new__(TorchLayerStack)
+    layers._device = runner.device
+    assert layers.has_lost_device() is lost
     runner.device = torch.device("cpu")
     assert not runner.has_lost_device()

@@ -50,6 +50,17 @@ def operations_for(device: torch.device) -> Operations:
     return TritonOperations()
 
 
+def is_lost(device: torch.device) -> bool:
+    """Whether the CUDA context is corrupted, for example by an illegal address: then every later call fails too."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:  # torch.AcceleratorError
+        return True
+    return False
+
+
 class DeviceLogits:
     """`RemoteLogits` float32[R, vocab_size]. Indexing copies rows to the host."""
 
@@ -123,14 +134,7 @@ class DeviceRunner(Runner):
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def has_lost_device(self) -> bool:
-        """Whether the CUDA context is corrupted, for example by an illegal address: then every later call fails too."""
-        if self.device.type != "cuda":
-            return False
-        try:
-            torch.cuda.synchronize(self.device)
-        except RuntimeError:  # torch.AcceleratorError
-            return True
-        return False
+        return is_lost(self.device)
 
     def step(self, plan: StepPlan) -> Logits:
         return DeviceLogits(self._logits(plan))

@@ -14,7 +14,7 @@ from torch.nn import functional
 from neso.engine.runners.base import Float32Array, Int32Array, LayerStack, positions_in_sequences
 from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
-from neso.engine.runners.torch.device_runner import prepare_device
+from neso.engine.runners.torch.device_runner import is_lost, prepare_device
 from neso.engine.runners.torch.operations import rotate_pairs
 from neso.engine.runners.torch.step_inputs import send
 from neso.engine.specs.encoder_spec import EncoderActivation, LayerRole, LayerStackSpec
@@ -66,6 +66,9 @@ class TorchLayerStack(LayerStack):
         dtype = _dtype(spec, tensors, options)
         layers = [_read_layer(spec, tensors, index, device, dtype) for index in range(spec.num_layers)]
         return cls(spec, layers, device)
+
+    def has_lost_device(self) -> bool:
+        return is_lost(self._device)
 
     @torch.inference_mode()
     def run(self, x: Float32Array, starts: Int32Array) -> Float32Array:
