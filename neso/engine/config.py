@@ -17,7 +17,7 @@ from neso.engine.cluster_config import ClusterConfig
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.kv_transfer.config import KvTransferConfig
 from neso.engine.lora.config import LoraConfig
-from neso.engine.runners.runner_options import DType, Quantization, RunnerOptions
+from neso.engine.runners.runner_options import AttentionBackendName, DType, Quantization, RunnerOptions
 from neso.engine.sampling.score_limits import ScoreLimits
 from neso.engine.spec_decode.config import SpeculationConfig
 
@@ -93,6 +93,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     sink_token_length: Annotated[
         int, Meta(description="Number of first tokens that stay visible outside the sliding window.")
     ] = 0
+    attention_backend: Annotated[
+        AttentionBackendName,
+        Meta(description="Attention kernels on a GPU: auto, triton, flashinfer, flash_attn."),
+    ] = "auto"
     kv_cache_memory: Annotated[int | None, Meta(description="Size of the KV cache in bytes.")] = None
     kv_cache_free_gpu_mem_fraction: Annotated[
         float | None, Meta(description="Size of the KV cache as a fraction of the free memory.")
@@ -193,6 +197,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.num_threads,
             self.max_attention_window_size,
             self.sink_token_length,
+            self.attention_backend,
+            self.scheduler.block_size,
         )
 
     @classmethod

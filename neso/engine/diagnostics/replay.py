@@ -108,10 +108,12 @@ def replay(folder: Path, runners: list[Runner]) -> Iterator[ReplayedStep]:
 
 def load_runner(config: EngineConfig, name: str) -> Runner:
     """Load the recorded model with a runner. Raises the errors of `open_model`."""
+    options = config.runner_options
+    if name != config.runner:
+        # The recorded backend may be of another runner.
+        options = replace(options, attention_backend="auto")
     with open_source(config.model) as source:
-        return open_model(
-            source, name, config.runner_options, lambda length: min(length, config.max_model_len or length)
-        )
+        return open_model(source, name, options, lambda length: min(length, config.max_model_len or length))
 
 
 def _timed(runner: Runner, plan: StepPlan) -> tuple[Float32Array, float]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from neso.engine.pooling.pooler import class_probabilities
 from neso.engine.runners.base import LayerStack
 from neso.engine.runners.numpy_layers import ACTIVATIONS, layer_norm, linear
-from neso.engine.runners.runner_options import RunnerOptions
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.specs.encoder_spec import ClassifierSpec, EncoderSpec, LayerStackSpec
 from neso.engine.weights.model_tensors import EncoderTensors
 from neso.engine.weights.source import TensorSource
@@ -102,6 +102,10 @@ class TextEncoder:
 
         Raises `CheckpointError` if a tensor is missing or has the wrong shape, `UnsupportedOption`.
         """
+        if options.attention_backend != "auto":
+            raise UnsupportedOption(
+                f"attention_backend: embedding models have no {options.attention_backend}; use auto"
+            )
         tensors = EncoderTensors(source, (spec.prefix,))
         classifier = None
         if spec.classifier is not None:

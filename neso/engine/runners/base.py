@@ -32,6 +32,7 @@ Capability = Literal[
     "tree_attention",
     "hidden_states",
     "attention_sinks",
+    "attention_backends",
     "host_cache",
     "ranks",
     "shared_cache",
@@ -43,6 +44,7 @@ Capability = Literal[
 - tree_attention: draft tokens that form a tree (`DraftTreePlan`)
 - hidden_states: final hidden states besides logits (`PoolingPlan`)
 - attention_sinks: first tokens that stay visible in sliding-window layers
+- attention_backends: attention of other libraries (`RunnerOptions.attention_backend`)
 - host_cache: KV cache blocks offloaded to host memory
 - ranks: tensor and pipeline parallelism (`RunnerOptions.layout`)
 - shared_cache: blocks that other processes can map (`CacheLayout.shared`)

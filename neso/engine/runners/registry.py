@@ -74,6 +74,10 @@ def open_model(
         )
     if spec.sink_tokens and "attention_sinks" not in kind.capabilities:
         raise UnsupportedOption(f"sink_token_length: {kind.__name__} has no attention sinks")
+    if options.attention_backend != "auto" and "attention_backends" not in kind.capabilities:
+        raise UnsupportedOption(
+            f"attention_backend: {kind.__name__} has its own attention, not {options.attention_backend}; use auto"
+        )
     return kind.load(spec, source, options)
 
 

@@ -9,16 +9,19 @@ from neso.engine.parallel.layout import SINGLE_RANK, RankLayout
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["int8", "int4", "int8_dynamic", "fp8"]
+AttentionBackendName = Literal["auto", "triton", "flashinfer", "flash_attn"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """Precision of weights, CPU threads, and attention limits.
+    """Precision of weights, CPU threads, attention.
 
     - dtype: of weights and activations; "auto": the checkpoint's
     - quantization: of matrices that are dense in the checkpoint; None: not quantized
     - num_threads: of a CPU runner; None: see `available_cores`
     - max_attention_window_size, sink_token_length: see `limit_attention`
+    - attention_backend: of the torch runner on a GPU; "auto": the Triton kernel
+    - block_size: number of tokens of a KV-cache block, on which attention backends depend
     - layout: the part of the model that this process holds; all of it by default
     """
 
@@ -27,6 +30,8 @@ class RunnerOptions:
     num_threads: int | None = None
     max_attention_window_size: int | list[int] | None = None
     sink_token_length: int = 0
+    attention_backend: AttentionBackendName = "auto"
+    block_size: int = 16
     layout: RankLayout = SINGLE_RANK
 
 

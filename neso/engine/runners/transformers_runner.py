@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
+from neso.engine.runners.torch.attention import AttentionNeeds, check_attention
 from neso.engine.runners.torch.device_runner import DeviceRunner, operations_for, prepare_device
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache
 from neso.engine.runners.torch.operations import Operations
@@ -135,9 +136,9 @@ _KNOWN_LAYERS = ("full_attention", "sliding_attention")
 class TransformersRunner(DeviceRunner):
     """Supports models whose only state per sequence is keys and values."""
 
-    def __init__(self, model: nn.Module, config: Any, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, config: Any, device: torch.device, operations: Operations) -> None:
         self._model, self.device = model, device
-        self._operations = operations_for(device)
+        self._operations = operations
         self.vocab_size = int(config.vocab_size)
         self.max_position = int(config.max_position_embeddings)
         self.dtype = next(model.parameters()).dtype
@@ -166,6 +167,7 @@ class TransformersRunner(DeviceRunner):
                 f"{source.directory}: only Hugging Face checkpoints can be run by transformers"
             )
         device = prepare_device(options)
+        operations = operations_for(device, options)
         try:
             config = AutoConfig.from_pretrained(source.directory, local_files_only=True).get_text_config()
             check_config(config)
@@ -190,7 +192,9 @@ class TransformersRunner(DeviceRunner):
             reason = str(error).partition("\n")[0]
             raise CheckpointError(f"{source.directory}: transformers cannot load it: {reason}") from error
         logger.info("transformers runner: %s, %s", type(model).__name__, device)
-        return cls(model.eval().to(device), config, device)
+        runner = cls(model.eval().to(device), config, device, operations)
+        check_attention(operations.attention, AttentionNeeds(runner.heads, runner.dtype, options.block_size))
+        return runner
 
     def forward(self, plan: StepPlan, cache: KVCache, chosen: Tensor | None) -> Tensor:
         inputs = step_inputs(plan, cache.layout.block_size, self.device, chosen)

@@ -15,6 +15,7 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.host_resources import available_cores
 from neso.engine.runners.base import CacheLayout, Capability, Logits, Runner
 from neso.engine.runners.runner_options import RunnerOptions
+from neso.engine.runners.torch.attention import open_attention
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_block
 from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.ranks import device_of_rank
@@ -41,13 +42,17 @@ def prepare_device(options: RunnerOptions) -> torch.device:
     return torch.device("cpu")
 
 
-def operations_for(device: torch.device) -> Operations:
-    """Return Triton kernels on a GPU, plain torch operations elsewhere."""
-    if device.type != "cuda":
+def operations_for(device: torch.device, options: RunnerOptions) -> Operations:
+    """Return Triton kernels on a GPU, with the attention of the options; plain torch operations elsewhere.
+
+    Raises the errors of `open_attention`.
+    """
+    attention = open_attention(device, options)
+    if attention is None:
         return PlainOperations()
     from neso.engine.runners.torch.triton_operations import TritonOperations
 
-    return TritonOperations()
+    return TritonOperations(attention)
 
 
 def is_lost(device: torch.device) -> bool:

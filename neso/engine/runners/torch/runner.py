@@ -19,6 +19,7 @@ from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
 from neso.engine.runners.shared_cache import CacheFormat
 from neso.engine.runners.torch.adapters import AdapterSlots, TorchAdapter
+from neso.engine.runners.torch.attention import AttentionNeeds, check_attention
 from neso.engine.runners.torch.decode_graphs import DecodeGraphs
 from neso.engine.runners.torch.decoder import Decoder
 from neso.engine.runners.torch.device_runner import DeviceRunner, operations_for, prepare_device
@@ -37,8 +38,8 @@ class TorchRunner(DeviceRunner, SpecRunner):
 
     capabilities: frozenset[Capability] = frozenset(
         {
-            *("attention_sinks", "hidden_states", "host_cache", "input_embeddings", "lora", "ranks"),
-            *("shared_cache", "tree_attention"),
+            *("attention_backends", "attention_sinks", "hidden_states", "host_cache", "input_embeddings"),
+            *("lora", "ranks", "shared_cache", "tree_attention"),
         }
     )
 
@@ -67,14 +68,18 @@ class TorchRunner(DeviceRunner, SpecRunner):
         cls, spec: DecoderSpec, source: TensorSource, options: RunnerOptions = DEFAULT_OPTIONS
     ) -> TorchRunner:
         device = prepare_device(options)
+        operations = operations_for(device, options)
         shard = shard_of(spec, options.layout)
         weights = WeightLoader(shard, source, options, device).load()
         logger.info("torch runner: %s, %s", device, weights.dtype)
         adapters = AdapterSlots(output_widths(shard.spec), device)
         cos_sin = _cos_sin(shard.spec, device)
         ranks = SingleRank() if options.layout.size == 1 else UnconnectedRanks()
-        decoder = Decoder(shard, weights, operations_for(device), cos_sin, adapters, ranks)
-        return cls(shard, decoder, device)
+        decoder = Decoder(shard, weights, operations, cos_sin, adapters, ranks)
+        runner = cls(shard, decoder, device)
+        needs = AttentionNeeds(runner.heads, runner.dtype, options.block_size, spec.sink_tokens)
+        check_attention(operations.attention, needs)
+        return runner
 
     def connect(self, communicator: Communicator) -> None:
         self.use_ranks(DeviceRanks.open(self.shard, self.device, communicator))
@@ -90,8 +95,10 @@ class TorchRunner(DeviceRunner, SpecRunner):
             self.shared_cache = cache.shared.memory
         # No graphs for experts, because the host must read the number of rows of each expert.
         if self.device.type == "cuda" and cache is not None and self.spec.experts is None:
+            # With the Triton kernel: attention of a library is planned on the host, which cannot be captured.
+            decoder = replace(self._decoder, operations=operations_for(self.device, DEFAULT_OPTIONS))
             self._graphs = DecodeGraphs(
-                lambda inputs: self._decoder.forward(inputs, cache),
+                lambda inputs: decoder.forward(inputs, cache),
                 layout.block_size,
                 cache.padding_block,
                 self._max_table_length(layout),

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from neso.engine.runners.torch.attention import Attention
 from neso.engine.runners.torch.kv_cache import LayerCache
 from neso.engine.runners.torch.operations import ACTIVATIONS
 from neso.engine.runners.torch.triton_attention import paged_attention
@@ -201,7 +202,13 @@ def rotate(heads: Tensor, positions: Tensor, cos_sin: Tensor, weight: Tensor | N
 
 
 class TritonOperations:
-    """See `Operations`. No kernel synchronizes with the host, so steps can be captured in CUDA graphs."""
+    """See `Operations`. No kernel synchronizes with the host, so steps can be captured in CUDA graphs.
+
+    `attention` may be that of a library, which cannot be captured.
+    """
+
+    def __init__(self, attention: Attention = paged_attention) -> None:
+        self.attention = attention
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, None, weight, eps)
@@ -211,5 +218,4 @@ class TritonOperations:
 
     rotate = staticmethod(rotate)
     store = staticmethod(store)
-    attention = staticmethod(paged_attention)
     gated = staticmethod(gated)
