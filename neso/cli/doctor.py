@@ -94,11 +94,15 @@ def _version(name: str) -> str:
 
 
 def _processor() -> Iterator[Finding]:
-    from neso.engine.host_resources import available_cores
+    from neso.engine.host_resources import available_cores, physical_cores
 
     info = _cpu_info()
-    cores = available_cores()
-    yield Finding("cpu", f"{info.get('model name', 'unknown')}, {cores} cores for this process")
+    cores = physical_cores()
+    yield Finding("cpu", f"{info.get('model name', 'unknown')}, {len(cores)} cores for this process")
+    yield Finding("threads", f"{available_cores()} by default, within the CPU quota")
+    nodes = len({core.node for core in cores})
+    if nodes > 1:
+        yield Finding("numa", f"{nodes} nodes; run an engine on each: --data-parallel-size {nodes}")
     flags = set((info.get("flags") or info.get("Features") or "").split())
     known = [name for name in (*_FEATURES, *_ARM_FEATURES) if name in flags]
     yield Finding("features", ", ".join(known) or "none that the kernels use")

@@ -18,9 +18,25 @@ import os
 from collections.abc import Iterable, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 _ROOT = Path("/")
 _PAGE_CACHE = ("inactive_file", "active_file")
+
+
+class Core(NamedTuple):
+    """A physical core: its NUMA node (0 if unknown), and its logical CPUs that the process may use."""
+
+    node: int
+    cpus: list[int]
+
+
+def physical_cores(root: Path = _ROOT, cpus: Iterable[int] | None = None) -> list[Core]:
+    """Return the cores of logical CPUs, by default of the affinity mask of this process, in the order of NUMA nodes."""
+    cores: dict[tuple[int, str], list[int]] = {}
+    for cpu in sorted(_affinity() if cpus is None else cpus):
+        cores.setdefault((_node_of(root, cpu), _core_of(root, cpu)), []).append(cpu)
+    return sorted(Core(node, own) for (node, _), own in cores.items())
 
 
 def available_cores(root: Path = _ROOT, cpus: Iterable[int] | None = None) -> int:
@@ -29,9 +45,7 @@ def available_cores(root: Path = _ROOT, cpus: Iterable[int] | None = None) -> in
     Hyperthreads of one core count once. A CPU quota is rounded down, because additional threads would be throttled.
     `cpus` are the logical CPUs of the process, by default its affinity mask.
     """
-    if cpus is None:
-        cpus = _affinity()
-    cores = len({_core_of(root, cpu) for cpu in cpus})
+    cores = len(physical_cores(root, cpus))
     quotas = [quota for group in _cgroups(root, "cpu") if (quota := _cpu_quota(group)) is not None]
     return max(1, int(min([cores, *quotas])))
 
@@ -42,10 +56,7 @@ def split_cpus(parts: int, root: Path = _ROOT, cpus: Iterable[int] | None = None
     Hyperthreads of a core stay together, and cores are divided in the order of their NUMA nodes, so that no set spans
     two nodes if `parts` is a multiple of the number of nodes. Sets overlap only if there are fewer cores than parts.
     """
-    cores: dict[tuple[int, str], list[int]] = {}
-    for cpu in sorted(_affinity() if cpus is None else cpus):
-        cores.setdefault((_node_of(root, cpu), _core_of(root, cpu)), []).append(cpu)
-    ordered = [cores[key] for key in sorted(cores, key=lambda key: (key[0], cores[key]))]
+    ordered = [core.cpus for core in physical_cores(root, cpus)]
     if len(ordered) < parts:
         return [ordered[part % len(ordered)] for part in range(parts)]
     bounds = [part * len(ordered) // parts for part in range(parts + 1)]
