@@ -3,8 +3,8 @@
 A Llama with the shape of 8 B parameters and random weights. Compares the torch runner (Triton kernels, CUDA graphs),
 the same spec in plain torch operations, and transformers' model with its cache.
 
-usage: python bench/gpu_llama.py [--shape 8b|tiny] [--quantization fp8] [--batches 1,16,64,256] [--context 512]
-           [--prefill 1024,8192] [--json FILE] [--smoke]
+usage: python bench/gpu_llama.py [--shape 8b|tiny] [--quantization fp8|int8|int4] [--batches 1,16,64,256]
+           [--context 512] [--prefill 1024,8192] [--json FILE] [--smoke]
 
 `--smoke` runs a tiny shape, also on a CPU, to test the script.
 """
@@ -165,7 +165,7 @@ def run_transformers(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="8b")
-    parser.add_argument("--quantization", choices=["fp8"])
+    parser.add_argument("--quantization", choices=["fp8", "int8", "int4"])
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--prefill", default="1024,8192")
@@ -226,7 +226,7 @@ class Report:
         self, spec: DecoderSpec, limits: Limits, bytes_per_block: int, quantization: str | None
     ) -> None:
         self._spec, self._limits, self._bytes_per_block = spec, limits, bytes_per_block
-        self._bytes_per_weight = 1 if quantization == "fp8" else 2
+        self._bytes_per_weight = {None: 2.0, "fp8": 1.0, "int8": 8.5 / 8, "int4": 4.5 / 8}[quantization]
         self.rows: list[dict[str, Any]] = []
 
     def decode(self, name: str, batch: int, context: int, taken: float) -> None:

@@ -30,7 +30,7 @@ from torch_cases import (
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
 from neso.engine.load.loader import load_engine
-from neso.engine.runners.torch.weights import Float8Linear, round_to_float8
+from neso.engine.runners.torch.linears import Float8Linear, round_to_float8
 from neso.generation import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")

@@ -273,22 +273,24 @@ def open_tensors(shard: Shard, source: TensorSource) -> DecoderTensors:
 def take_columns(matrix: Matrix, columns: range) -> Matrix:
     """Return some of the inputs of a matrix.
 
-    Groups of quantized weights are divided if the cut is at a multiple of 32. Otherwise, and for permuted inputs (GPTQ
-    act-order) and float8 blocks, the result is dequantized.
+    Groups of quantized weights, and float8 blocks, are divided if the cut is at a multiple of 32. Otherwise, and for
+    permuted inputs (GPTQ act-order), the result is dequantized.
     """
     part = slice(columns.start, columns.stop)
     if isinstance(matrix, Float8Matrix):
-        if matrix.output_scales() is None:
-            return matrix.dequantize()[:, part]
-        scales = matrix.output_scales()
-        assert scales is not None
-        return Float8Matrix(matrix.codes[:, part], scales[:, None], (1, len(columns)))
+        scales, width = matrix.group_scales(), matrix.block[1]
+        if scales.shape[1] == 1:
+            return Float8Matrix(matrix.codes[:, part], scales, (1, len(columns)))
+        size = gcd(width, columns.start)
+        if size % 32:
+            return _dequantized_columns(matrix, part)
+        blocks = np.arange(columns.start, columns.stop, size) // width
+        return Float8Matrix(matrix.codes[:, part], scales[:, blocks], (1, size))
     if not isinstance(matrix, QuantizedMatrix):
         return matrix[:, part]
     size = gcd(matrix.group_size, columns.start)
     if matrix.input_order is not None or size % 32:
-        logger.warning("a quantized matrix is dequantized, because its groups cross the shards of the ranks")
-        return matrix.dequantize()[:, part]
+        return _dequantized_columns(matrix, part)
     groups = np.arange(columns.start, columns.stop, size) // matrix.group_size
     return replace(
         matrix,
@@ -297,6 +299,11 @@ def take_columns(matrix: Matrix, columns: range) -> Matrix:
         offsets=None if matrix.offsets is None else matrix.offsets[:, groups],
         group_size=size,
     )
+
+
+def _dequantized_columns(matrix: QuantizedMatrix | Float8Matrix, columns: slice) -> Matrix:
+    logger.warning("a quantized matrix is dequantized, because its groups cross the shards of the ranks")
+    return matrix.dequantize()[:, columns]
 
 
 def shard_adapter(adapter: LoraAdapter, shard: Shard) -> LoraAdapter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +53,10 @@ class QuantizedMatrix:
         outputs, inputs = self.codes.shape
         return outputs, inputs
 
+    def explicit_offsets(self) -> Float32Array:
+        """Return the offsets, float32[N, G], also for symmetric codes."""
+        return self.offsets if self.offsets is not None else -self.scales * np.float32(2 ** (self.bits - 1))
+
     def dequantize(self) -> Float32Array:
         """Return the weights, float32[N, K], with the inputs in their original order."""
         inputs = self.shape[1]
@@ -100,9 +105,11 @@ class Float8Matrix:
 
     def output_scales(self) -> Float32Array | None:
         """Return one scale per output, float32[N]; None if scales differ along the inputs."""
-        if self.scales.shape[1] != 1:
-            return None
-        return np.repeat(self.scales[:, 0], self.block[0])[: self.shape[0]]
+        return self.group_scales()[:, 0] if self.scales.shape[1] == 1 else None
+
+    def group_scales(self) -> Float32Array:
+        """Return the scales of each output, float32[N, ceil(K / block[1])]."""
+        return np.repeat(self.scales, self.block[0], axis=0)[: self.shape[0]]
 
     def dequantize(self) -> Float32Array:
         """Return the weights, float32[N, K]."""
@@ -136,11 +143,28 @@ def take_rows(matrix: Matrix, rows: Rows) -> Matrix:
             offsets=None if matrix.offsets is None else matrix.offsets[rows],
         )
     if isinstance(matrix, Float8Matrix):
-        scales = matrix.output_scales()
-        if scales is None:
-            return matrix.dequantize()[rows]
-        return Float8Matrix(matrix.codes[rows], scales[rows, None], (1, matrix.shape[1]))
+        return Float8Matrix(matrix.codes[rows], matrix.group_scales()[rows], (1, matrix.block[1]))
     return matrix[rows]
+
+
+def can_stack(parts: Sequence[Matrix]) -> bool:
+    """Whether the matrices are quantized, with codes of one kind, the same groups, and the same order of the inputs."""
+    first = parts[0]
+    if isinstance(first, Float8Matrix):
+        return all(isinstance(part, Float8Matrix) and part.block[1] == first.block[1] for part in parts)
+    return isinstance(first, QuantizedMatrix) and all(
+        isinstance(part, QuantizedMatrix)
+        and part.bits == first.bits
+        and part.group_size == first.group_size
+        and _same_order(part.input_order, first.input_order)
+        for part in parts
+    )
+
+
+def _same_order(one: npt.NDArray[np.int32] | None, other: npt.NDArray[np.int32] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)
 
 
 def block_grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

@@ -37,8 +37,9 @@ from neso.engine.runners.runner_options import UnsupportedOption
 from neso.engine.runners.torch import sampling, triton_sampling
 from neso.engine.runners.torch.decode_graphs import BATCH_SIZES, DecodeGraphs
 from neso.engine.runners.torch.encoder import TorchLayerStack
+from neso.engine.runners.torch.linears import DenseLinear, Float8Linear, Linear
 from neso.engine.runners.torch.runner import TorchRunner
-from neso.engine.runners.torch.weights import MLP, DenseLinear, Float8Linear, Linear
+from neso.engine.runners.torch.weights import MLP
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, SamplingBatch, choose
 from neso.generation import SamplingParams
 
@@ -259,7 +260,7 @@ def test_stored_float8_equals_its_dequantized_weights(
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int8_dynamic"])
 def test_unsupported_quantization_is_rejected(llama_checkpoint: Path, quantization: str) -> None:
-    with pytest.raises(UnsupportedOption, match=f"does not quantize to {quantization}; it has fp8"):
+    with pytest.raises(UnsupportedOption, match=f"does not quantize to {quantization} on cpu; it has fp8"):
         load_torch(llama_checkpoint, quantization=quantization)
 
 

@@ -28,12 +28,12 @@ from neso.engine.runners.torch import triton_attention as attention_kernels
 from neso.engine.runners.torch.decode_graphs import DecodeGraphs
 from neso.engine.runners.torch.device_runner import DeviceLogits, LaunchedDeviceLogits
 from neso.engine.runners.torch.kv_cache import KVCache, LayerCache
+from neso.engine.runners.torch.linears import round_to_float8
 from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.runners.torch.sampling import choose as choose_on_device
 from neso.engine.runners.torch.step_inputs import step_inputs
 from neso.engine.runners.torch.triton_operations import TritonOperations, round_rows
-from neso.engine.runners.torch.weights import round_to_float8
 from neso.engine.sampling.adjustments import LogitAdjustments
 from neso.engine.sampling.sampler import sampling_batch
 from neso.engine.sampling.state import SamplingState

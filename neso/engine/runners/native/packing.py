@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 import neso._native as _native
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
-from neso.engine.weights.quantized import Float8Matrix, Matrix, QuantizedMatrix, dense
+from neso.engine.weights.quantized import Float8Matrix, Matrix, QuantizedMatrix, can_stack, dense
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -141,6 +141,24 @@ SCHEMES: dict[str | None, Scheme | None] = {None: None, "int8": INT8, "int4": IN
 """Schemes by value of the option `quantization`."""
 
 
+def quantize(weights: npt.NDArray[Any], scheme: Scheme, threads: int) -> QuantizedMatrix:
+    """Quantize dense weights [outputs, inputs]."""
+    outputs, inputs = weights.shape
+    source = weights if weights.dtype in KINDS else weights.astype(np.float32)
+    codes = np.empty((outputs, inputs), np.uint8)
+    scales = np.empty((outputs, -(-inputs // scheme.group_size)), np.float32)
+    _native.quantize(
+        KINDS[source.dtype],
+        _bytes(source),
+        scheme.bits,
+        scheme.group_size,
+        codes,
+        scales,
+        threads,
+    )
+    return QuantizedMatrix(codes, scales, None, scheme.bits, scheme.group_size)
+
+
 def reject_fp8(options: RunnerOptions) -> None:
     """Raises `UnsupportedOption` for fp8, which CPUs cannot multiply."""
     if options.quantization == "fp8":
@@ -173,27 +191,13 @@ class Packer:
         # CPUs cannot multiply float8, so such weights become dense.
         known = [p.dequantize() if isinstance(p, Float8Matrix) else p for p in parts]
         if self.scheme is not None:
-            known = [p if isinstance(p, QuantizedMatrix) else self._quantize(p, self.scheme) for p in known]
+            known = [
+                p if isinstance(p, QuantizedMatrix) else quantize(p, self.scheme, self.threads) for p in known
+            ]
         quantized = [part for part in known if isinstance(part, QuantizedMatrix)]
-        if len(quantized) == len(known) and _compatible(quantized):
+        if len(quantized) == len(known) and can_stack(quantized):
             return self._pack_quantized(quantized, bias)
         return self._pack_dense([dense(part) for part in known], bias)
-
-    def _quantize(self, weights: npt.NDArray[Any], scheme: Scheme) -> QuantizedMatrix:
-        outputs, inputs = weights.shape
-        source = weights if weights.dtype in KINDS else weights.astype(np.float32)
-        codes = np.empty((outputs, inputs), np.uint8)
-        scales = np.empty((outputs, -(-inputs // scheme.group_size)), np.float32)
-        _native.quantize(
-            KINDS[source.dtype],
-            _bytes(source),
-            scheme.bits,
-            scheme.group_size,
-            codes,
-            scales,
-            self.threads,
-        )
-        return QuantizedMatrix(codes, scales, None, scheme.bits, scheme.group_size)
 
     def _pack_dense(self, parts: list[npt.NDArray[Any]], bias: Float32Array | None) -> PackedMatrix:
         outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
@@ -219,7 +223,7 @@ class Packer:
             first += part.shape[0]
         scales = np.concatenate([part.scales for part in parts])
         symmetric = all(part.offsets is None for part in parts)
-        offsets = None if symmetric else np.concatenate([_offsets(part) for part in parts])
+        offsets = None if symmetric else np.concatenate([part.explicit_offsets() for part in parts])
         largest = max(float(np.abs(a).max(initial=0)) for a in (scales, offsets) if a is not None)
         # A power of two, so that dividing by it is exact.
         factor = float(2.0 ** np.ceil(np.log2(largest / _LARGEST_SCALE))) if largest > 0 else 1.0
@@ -236,27 +240,6 @@ class Packer:
             input_order=parts[0].input_order,
             bias=bias,
         )
-
-
-def _compatible(parts: list[QuantizedMatrix]) -> bool:
-    """Whether the matrices can be stacked in one packed matrix."""
-    first = parts[0]
-    return all(
-        part.bits == first.bits
-        and part.group_size == first.group_size
-        and _same_order(part.input_order, first.input_order)
-        for part in parts
-    )
-
-
-def _same_order(one: npt.NDArray[np.int32] | None, other: npt.NDArray[np.int32] | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return np.array_equal(one, other)
-
-
-def _offsets(part: QuantizedMatrix) -> Float32Array:
-    return part.offsets if part.offsets is not None else -part.scales * np.float32(2 ** (part.bits - 1))
 
 
 def _pack_scales(values: Float32Array, factor: float) -> npt.NDArray[np.float16]:

@@ -1,90 +1,32 @@
-"""Weights of a decoder on the device, and matrix products with them."""
+"""Weights of a decoder on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from neso.engine.host_resources import available_cores
 from neso.engine.parallel.sharding import Shard, open_tensors
 from neso.engine.runners.loading_progress import show_progress
+from neso.engine.runners.native.packing import SCHEMES, quantize
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
+from neso.engine.runners.torch.grouped_weights import GroupedWeights
+from neso.engine.runners.torch.linears import (
+    DenseLinear,
+    Float8Linear,
+    JoinedLinear,
+    Linear,
+    QuantizedLinear,
+)
 from neso.engine.specs.decoder_spec import NORM_BIASES, NormRole, Role, model_shapes
 from neso.engine.weights.model_tensors import DecoderTensors
-from neso.engine.weights.quantized import Float8Matrix, Matrix, dense
+from neso.engine.weights.quantized import Float8Matrix, Matrix, can_stack, dense
 from neso.engine.weights.source import TensorSource
-
-Linear = Callable[[Tensor], Tensor]
-"""[tokens, inputs] -> [tokens, outputs], in the dtype of the activations."""
-
-FLOAT8 = torch.float8_e4m3fn
-FLOAT8_MAX = 448.0
-
-
-@dataclass(frozen=True, slots=True)
-class DenseLinear:
-    """x @ weight.T + bias for weight[outputs, inputs]."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class Float8Linear:
-    """x @ (codes * scales).T + bias for codes e4m3[outputs, inputs] and scales float32[outputs].
-
-    On GPUs that multiply e4m3 (compute capability 8.9 and up), activations are rounded to e4m3 too, with a scale per
-    token. On other GPUs the codes are converted for each product, which saves memory but not time.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if _multiplies_float8(x.device) and not (self.codes.shape[0] % 16 or self.codes.shape[1] % 16):
-            rounded, x_scales = round_to_float8(x)
-            # All such GPUs support bfloat16 output and bias; the inputs have fewer bits.
-            bias = None if self.bias is None else self.bias.bfloat16()
-            return torch._scaled_mm(
-                rounded, self.codes.t(), x_scales, self.scales[None], bias=bias, out_dtype=torch.bfloat16
-            ).to(x.dtype)
-        # Sums of codes may overflow float16, and scales underflow.
-        wide = torch.float32 if x.dtype == torch.float16 else x.dtype
-        product = functional.linear(x.to(wide), self.codes.to(wide)) * self.scales.to(wide)
-        return (product if self.bias is None else product + self.bias).to(x.dtype)
-
-    @classmethod
-    def quantized(cls, weight: Tensor, bias: Tensor | None = None) -> Float8Linear:
-        """Quantize a dense weight[outputs, inputs]."""
-        codes, scales = round_to_float8(weight)
-        return cls(codes, scales[:, 0], bias)
-
-
-def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round x[rows, columns] to codes e4m3[rows, columns] and scales float32[rows, 1].
-
-    The maximum of a row becomes 448.
-    """
-    if _multiplies_float8(x.device):
-        from neso.engine.runners.torch.triton_operations import round_rows
-
-        return round_rows(x)
-    scales = (x.abs().amax(dim=1, keepdim=True).float() / FLOAT8_MAX).clamp(min=1e-12)
-    return (x.float() / scales).to(FLOAT8), scales
-
-
-def _multiplies_float8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
 
 _DTYPES = {
     np.dtype(np.float32): torch.float32,
@@ -154,18 +96,30 @@ def _choose_dtype(tensors: DecoderTensors, options: RunnerOptions) -> torch.dtyp
 class WeightLoader:
     """Loads the weights of a shard onto a device one matrix at a time.
 
-    Quantized matrices are dequantized, except float8 with a scale per output or per matrix.
+    keeps_codes: whether quantized matrices keep their codes, for kernels in Triton; by default on GPUs. Otherwise they
+    are dequantized, except float8 with a scale per output or per matrix.
     """
 
     def __init__(
-        self, shard: Shard, source: TensorSource, options: RunnerOptions, device: torch.device
+        self,
+        shard: Shard,
+        source: TensorSource,
+        options: RunnerOptions,
+        device: torch.device,
+        *,
+        keeps_codes: bool | None = None,
     ) -> None:
-        if options.quantization not in (None, "fp8"):
+        self._keeps_codes = device.type == "cuda" if keeps_codes is None else keeps_codes
+        supported = ("fp8", "int8", "int4") if self._keeps_codes else ("fp8",)
+        if options.quantization not in (None, *supported):
             raise UnsupportedOption(
-                f"the torch runner does not quantize to {options.quantization}; it has fp8"
+                f"the torch runner does not quantize to {options.quantization} on {device.type}; it has "
+                + ", ".join(supported)
             )
         self._spec, self._tensors, self._device = shard.spec, open_tensors(shard, source), device
         self._to_float8 = options.quantization == "fp8"
+        self._scheme = None if self._to_float8 else SCHEMES[options.quantization]
+        self._threads = options.num_threads or available_cores()
         self.dtype = _choose_dtype(DecoderTensors(shard.whole, source), options)
 
     def load(self) -> DecoderWeights:
@@ -241,9 +195,25 @@ class WeightLoader:
     ) -> Linear:
         """Return the product with the stacked matrices of these roles."""
         bias = torch.cat([self._vector(role, layer) for role in biases]) if biases else None
-        parts = [self._tensors.matrix(role, layer, expert) for role in roles]
+        parts = [self._quantized(self._tensors.matrix(role, layer, expert)) for role in roles]
+        if not self._keeps_codes or all(isinstance(part, np.ndarray) for part in parts) or can_stack(parts):
+            return self._stacked(parts, bias)
+        part_biases = [None] * len(parts) if bias is None else bias.split([part.shape[0] for part in parts])
+        return JoinedLinear(
+            [self._stacked([part], own) for part, own in zip(parts, part_biases, strict=True)]
+        )
+
+    def _quantized(self, matrix: Matrix) -> Matrix:
+        """Quantize a dense matrix to int8 or int4, if the options say so."""
+        if self._scheme is None or not isinstance(matrix, np.ndarray):
+            return matrix
+        return quantize(matrix, self._scheme, self._threads)
+
+    def _stacked(self, parts: Sequence[Matrix], bias: Tensor | None) -> Linear:
         if all(isinstance(part, Float8Matrix) and part.output_scales() is not None for part in parts):
             return self._stored_float8([part for part in parts if isinstance(part, Float8Matrix)], bias)
+        if self._keeps_codes and can_stack(parts) and GroupedWeights.supports(parts[0]):
+            return QuantizedLinear(GroupedWeights.load(parts, self.dtype, self._device), bias)
         weight = torch.cat([self._dense(part) for part in parts])
         return Float8Linear.quantized(weight, bias) if self._to_float8 else DenseLinear(weight, bias)
 

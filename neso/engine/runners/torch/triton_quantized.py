@@ -1,0 +1,300 @@
+"""Matrix products with group-quantized weights in Triton: the codes are converted to numbers inside the product.
+
+Codes are stored in chunks of inputs: a tile of a chunk is contiguous, and its inputs share one scale per output. A
+program multiplies a tile of rows by the codes of a chunk, and scales the product of the chunk, which is cheaper than to
+scale each weight. With few rows there are few tiles, so the chunks are split among programs, and a second kernel sums
+the parts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from neso.engine.runners.torch.grouped_weights import GroupedWeights
+
+MAX_PRODUCT_ROWS = 256
+"""With more rows it is faster to dequantize the matrix once for a dense product."""
+
+_FEW_ROWS = 16
+_MAX_SPLITS = 8
+
+
+@triton.jit
+def _e4m3(bits, kind: tl.constexpr):
+    """Return e4m3 numbers divided by 256: as float16, their bits have an exponent that is 8 smaller."""
+    wide = bits.to(tl.uint16)
+    return (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True).to(kind)
+
+
+# Not specialized, because the number of rows changes with every step.
+@triton.jit(do_not_specialize=["rows", "chunks", "chunks_per_group", "chunks_per_split"])
+def _multiply(
+    out,  # [rows, outputs]; or parts to be summed, float32[splits, rows, outputs]
+    x,  # [rows, inputs]
+    x_scales,  # ROUNDED: float32[chunks, rows]
+    codes,
+    scales,
+    offsets,
+    bias,
+    factor,
+    rows,
+    inputs,
+    outputs,
+    chunks,
+    chunks_per_group,
+    chunks_per_split,
+    FORMAT: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BIAS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    split = tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row_exists, output_exists = row < rows, output < outputs
+    x_row = x + row.to(tl.int64)[:, None] * inputs
+    BYTES: tl.constexpr = CHUNK // 2 if FORMAT == "int4" else CHUNK
+    at = tl.arange(0, BYTES)
+    kind = x.dtype.element_ty
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for chunk in range(split * chunks_per_split, tl.minimum((split + 1) * chunks_per_split, chunks)):
+        wide_chunk = tl.cast(chunk, tl.int64)
+        place = wide_chunk * outputs * BYTES
+        # [BYTES, OUTPUTS]
+        packed = tl.load(
+            codes + place + output[None, :] * BYTES + at[:, None], mask=output_exists[None, :], other=0
+        )
+        column = chunk * CHUNK + at
+        low = tl.load(
+            x_row + column[None, :], mask=row_exists[:, None] & (column < inputs)[None, :], other=0.0
+        )
+        if FORMAT == "int4":
+            column += BYTES
+            high = tl.load(
+                x_row + column[None, :], mask=row_exists[:, None] & (column < inputs)[None, :], other=0.0
+            )
+            signed = packed.to(tl.int8, bitcast=True)
+            product = tl.dot(low, ((signed << 4) >> 4).to(kind), input_precision="ieee")
+            product = tl.dot(high, (signed >> 4).to(kind), product, input_precision="ieee")
+        elif FORMAT == "int8":
+            product = tl.dot(low, packed.to(tl.int8, bitcast=True).to(kind), input_precision="ieee")
+        elif ROUNDED:
+            product = tl.dot(low, packed.to(kind, bitcast=True))
+        else:
+            product = tl.dot(low, _e4m3(packed, kind), input_precision="ieee")
+        group = wide_chunk // chunks_per_group * outputs
+        scale = tl.load(scales + group + output, mask=output_exists, other=0.0).to(tl.float32)
+        if ROUNDED:
+            x_scale = tl.load(x_scales + wide_chunk * rows + row, mask=row_exists, other=0.0)
+            product = product * x_scale[:, None]
+        total += product * scale[None, :]
+        if OFFSETS:
+            offset = tl.load(offsets + group + output, mask=output_exists, other=0.0).to(tl.float32)
+            summed = tl.sum(low.to(tl.float32), axis=1)
+            if FORMAT == "int4":
+                summed += tl.sum(high.to(tl.float32), axis=1)
+            total += summed[:, None] * offset[None, :]
+    total = total * factor
+    if BIAS:
+        total += tl.load(bias + output, mask=output_exists, other=0.0).to(tl.float32)[None, :]
+    target = out + (split.to(tl.int64) * rows + row)[:, None] * outputs + output[None, :]
+    tl.store(target, total, mask=row_exists[:, None] & output_exists[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _sum_splits(out, parts, bias, rows, outputs, splits, BIAS: tl.constexpr, OUTPUTS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    exists = output < outputs
+    total = tl.zeros([OUTPUTS], tl.float32)
+    for split in range(splits):
+        total += tl.load(parts + (split * rows + row) * outputs + output, mask=exists, other=0.0)
+    if BIAS:
+        total += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + row * outputs + output, total, mask=exists)
+
+
+@triton.jit(do_not_specialize=["chunks_per_group"])
+def _dequantize(
+    out,  # [outputs, inputs]
+    codes,
+    scales,
+    offsets,
+    factor,
+    inputs,
+    outputs,
+    chunks_per_group,
+    FORMAT: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    output = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
+    exists = output < outputs
+    BYTES: tl.constexpr = CHUNK // 2 if FORMAT == "int4" else CHUNK
+    at = tl.arange(0, BYTES)
+    place = chunk.to(tl.int64) * outputs * BYTES
+    # [OUTPUTS, BYTES]
+    packed = tl.load(codes + place + output[:, None] * BYTES + at[None, :], mask=exists[:, None], other=0)
+    group = (chunk // chunks_per_group).to(tl.int64) * outputs
+    scale = tl.load(scales + group + output, mask=exists, other=0.0).to(tl.float32)[:, None]
+    offset = tl.zeros([OUTPUTS, 1], tl.float32)
+    if OFFSETS:
+        offset += tl.load(offsets + group + output, mask=exists, other=0.0).to(tl.float32)[:, None]
+    column = chunk * CHUNK + at
+    signed = packed.to(tl.int8, bitcast=True)
+    if FORMAT == "int4":
+        low = ((signed << 4) >> 4).to(tl.float32)
+        high = out + output[:, None] * inputs + (column + BYTES)[None, :]
+        tl.store(
+            high,
+            factor * (scale * (signed >> 4).to(tl.float32) + offset),
+            mask=exists[:, None] & (column + BYTES < inputs)[None, :],
+        )
+    elif FORMAT == "int8":
+        low = signed.to(tl.float32)
+    else:
+        low = _e4m3(packed, tl.float32)
+    tl.store(
+        out + output[:, None] * inputs + column[None, :],
+        factor * (scale * low + offset),
+        mask=exists[:, None] & (column < inputs)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "chunks"])
+def _round_chunks(codes, scales, x, rows, inputs, chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
+    column = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    exists = column < inputs
+    values = tl.load(x + row * inputs + column, mask=exists, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), axis=1) / 448.0, 1e-12)
+    tl.store(scales + chunk.to(tl.int64) * rows + row, scale, mask=chunk < chunks)
+    rounded = (values / scale[:, None]).to(codes.dtype.element_ty)
+    tl.store(codes + row * inputs + column, rounded, mask=exists)
+
+
+def round_chunks(x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Round x[rows, inputs] to codes e4m3[rows, inputs] with a scale for each row and `chunk` inputs.
+
+    The scales are float32[chunks, rows]. The largest number of a chunk becomes 448.
+    """
+    x = x.contiguous()
+    rows, inputs = x.shape
+    chunks = triton.cdiv(inputs, chunk)
+    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(chunks, rows, dtype=torch.float32)
+    if rows:
+        grid = (rows, triton.cdiv(chunks, 16))
+        _round_chunks[grid](codes, scales, x, rows, inputs, chunks, CHUNK=chunk, CHUNKS=16, num_warps=4)
+    return codes, scales
+
+
+def dequantize(weights: GroupedWeights, dtype: torch.dtype) -> Tensor:
+    """Return the weights [outputs, inputs]."""
+    chunks, outputs, _ = weights.codes.shape
+    out = weights.codes.new_empty(outputs, weights.inputs, dtype=dtype)
+    _dequantize[(chunks, triton.cdiv(outputs, 64))](
+        out,
+        weights.codes,
+        weights.scales,
+        weights.scales if weights.offsets is None else weights.offsets,
+        _decoded_factor(weights),
+        weights.inputs,
+        outputs,
+        weights.group_size // weights.chunk,
+        FORMAT=weights.format,
+        OFFSETS=weights.offsets is not None,
+        CHUNK=weights.chunk,
+        OUTPUTS=64,
+        num_warps=4,
+    )
+    return out
+
+
+def multiply(x: Tensor, weights: GroupedWeights, bias: Tensor | None, rounded: bool = False) -> Tensor:
+    """Return x @ weights.T + bias, [rows, outputs] in the dtype of x[rows, inputs]; sums are in float32.
+
+    rounded: round x to e4m3 with a scale for each row and chunk; for e4m3 weights, on GPUs that multiply e4m3.
+    """
+    x = x.contiguous()
+    rows, outputs = len(x), weights.outputs
+    out = x.new_empty(rows, outputs)
+    if not rows:
+        return out
+    chunks = len(weights.codes)
+    tile_rows, tile_outputs, warps = _tile(rows, weights.chunk, rounded)
+    tiles = triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile_outputs)
+    splits = _splits(tiles[0] * tiles[1], chunks, x.device)
+    chunks_per_split = triton.cdiv(chunks, splits)
+    splits = triton.cdiv(chunks, chunks_per_split)
+    target = out if splits == 1 else x.new_empty(splits, rows, outputs, dtype=torch.float32)
+    codes, x_scales = round_chunks(x, weights.chunk) if rounded else (x, weights.scales)
+    _multiply[(*tiles, splits)](
+        target,
+        codes,
+        x_scales,
+        weights.codes,
+        weights.scales,
+        weights.scales if weights.offsets is None else weights.offsets,
+        weights.scales if bias is None else bias,
+        weights.factor if rounded else _decoded_factor(weights),
+        rows,
+        weights.inputs,
+        outputs,
+        chunks,
+        weights.group_size // weights.chunk,
+        chunks_per_split,
+        FORMAT=weights.format,
+        ROUNDED=rounded,
+        OFFSETS=weights.offsets is not None,
+        BIAS=bias is not None and splits == 1,
+        CHUNK=weights.chunk,
+        ROWS=tile_rows,
+        OUTPUTS=tile_outputs,
+        num_warps=warps,
+        num_stages=4 if tile_rows == _FEW_ROWS else 2,
+    )
+    if splits > 1:
+        _sum_splits[(rows, triton.cdiv(outputs, 512))](
+            out,
+            target,
+            weights.scales if bias is None else bias,
+            rows,
+            outputs,
+            splits,
+            BIAS=bias is not None,
+            OUTPUTS=512,
+            num_warps=4,
+        )
+    return out
+
+
+def _decoded_factor(weights: GroupedWeights) -> float:
+    """Return the factor of codes converted inside a kernel; see `_e4m3`."""
+    return weights.factor * 256 if weights.format == "e4m3" else weights.factor
+
+
+def _tile(rows: int, chunk: int, rounded: bool) -> tuple[int, int, int]:
+    """Return rows and outputs of a tile, and warps."""
+    if rows <= _FEW_ROWS:
+        return _FEW_ROWS, 64 if chunk == 128 else 128, 4
+    if rounded and rows > MAX_PRODUCT_ROWS:
+        return 128, 128, 8
+    return 64, 64, 4
+
+
+def _splits(programs: int, chunks: int, device: torch.device) -> int:
+    """Return the number of splits for about four programs per multiprocessor, with four chunks or more each."""
+    if device.type != "cuda":
+        return 4
+    wanted = 4 * torch.cuda.get_device_properties(device).multi_processor_count // programs
+    return max(1, min(_MAX_SPLITS, wanted, chunks // 4))
