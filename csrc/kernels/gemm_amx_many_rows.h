@@ -1,7 +1,8 @@
 // bfloat16 products of many rows in tile registers.
 //
 // Tiles 0 to 3 are the sums of 32 rows and two panels, 4 and 5 the rows, 6 and 7 the panels. Panels are split in blocks
-// of depth that stay in the L1 cache for all rows; sums are kept in memory in between.
+// of depth that stay in the L1 cache for all rows; sums are kept in memory in between. Rows are loaded with a hint not
+// to keep them in the L1 cache, since they would evict the panels.
 #pragma once
 
 #include "kernels/amx_tiles.h"
@@ -10,8 +11,8 @@ namespace neso::NESO_ISA {
 
 #if defined(__AMX_BF16__)
 
-// Depth of a block: two panels of it and 32 rows take 32 KB.
-constexpr int kBlockDepth = 256;
+// Depth of a block: two panels of it take 32 KB.
+constexpr int kBlockDepth = 512;
 
 // Prefetches the next panels into the L2 cache, a few lines per step of the products: tile loads are too far apart for
 // the hardware prefetcher to detect the stream.
@@ -39,14 +40,14 @@ NESO_INLINE void tile_products(const bf16* a, const bf16* a2, const bf16* b, con
     for (int k = 0; k < depth; k += kTileDepth) {
         prefetch.step();
         _tile_loadd(6, b + int64_t(k) * kPanel, kTileBytes);
-        _tile_loadd(4, a + int64_t(k) * kTileRows, kTileBytes);
+        _tile_stream_loadd(4, a + int64_t(k) * kTileRows, kTileBytes);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (TwoPanels) {
             _tile_loadd(7, b2 + int64_t(k) * kPanel, kTileBytes);
             _tile_dpbf16ps(1, 4, 7);
         }
         if constexpr (TwoRows) {
-            _tile_loadd(5, a2 + int64_t(k) * kTileRows, kTileBytes);
+            _tile_stream_loadd(5, a2 + int64_t(k) * kTileRows, kTileBytes);
             _tile_dpbf16ps(2, 5, 6);
             if constexpr (TwoPanels) _tile_dpbf16ps(3, 5, 7);
         }
@@ -71,12 +72,15 @@ NESO_INLINE void begin_sums(const float* sums, bool first) {
     if constexpr (TwoRows && TwoPanels) _tile_loadd(3, sums + 3 * kTileSums, kTileBytes);
 }
 
+// Store the sums: rows are `row_bytes` apart, the second panel starts at sums + panel_offset, the second 16 rows at sums +
+// rows_offset.
 template <bool TwoRows, bool TwoPanels>
-NESO_INLINE void end_sums(float* sums) {
-    _tile_stored(0, sums, kTileBytes);
-    if constexpr (TwoPanels) _tile_stored(1, sums + kTileSums, kTileBytes);
-    if constexpr (TwoRows) _tile_stored(2, sums + 2 * kTileSums, kTileBytes);
-    if constexpr (TwoRows && TwoPanels) _tile_stored(3, sums + 3 * kTileSums, kTileBytes);
+NESO_INLINE void end_sums(float* sums, int64_t row_bytes = kTileBytes, int64_t panel_offset = kTileSums,
+                          int64_t rows_offset = 2 * kTileSums) {
+    _tile_stored(0, sums, row_bytes);
+    if constexpr (TwoPanels) _tile_stored(1, sums + panel_offset, row_bytes);
+    if constexpr (TwoRows) _tile_stored(2, sums + rows_offset, row_bytes);
+    if constexpr (TwoRows && TwoPanels) _tile_stored(3, sums + rows_offset + panel_offset, row_bytes);
 }
 
 // Store the sums of up to 32 rows from `row` on to out.
@@ -115,6 +119,8 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
     const char* next = matrix.panel(panel + 2 < range.last_panel ? panel + 2 : panel);
     Prefetch prefetch(next, panel + 2 < range.last_panel ? next + 2 * matrix.panel_bytes() : next,
                       (32 + row_blocks - 1) / row_blocks);
+    // Whether the sums of whole tiles are the outputs.
+    const bool plain = !matrix.bias && !accumulate && (panel + 1 + TwoPanels) * kPanel <= matrix.outputs;
     for (int k = 0; k < input.depth; k += kBlockDepth) {
         const int depth = input.depth - k < kBlockDepth ? input.depth - k : kBlockDepth;
         const int64_t at = int64_t(k) * kPanel;
@@ -122,12 +128,17 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
             const int row = range.first_row + block * kPair;
             const int rows = range.last_row - row < kPair ? range.last_row - row : kPair;
             float* sums = waiting.data() + int64_t(block) * kSums;
+            float* to = out + row * stride + panel * kPanel;
             const bf16 *a = tile_of(input, row, k), *a2 = tile_of(input, row + kTileRows, k);
             const bool last = k + depth == input.depth;
-            if (last) prefetch_outputs<TwoPanels>(out + row * stride + panel * kPanel, stride, rows);
+            if (last) prefetch_outputs<TwoPanels>(to, stride, rows);
             if (rows > kTileRows) {
                 begin_sums<true, TwoPanels>(sums, k == 0);
                 tile_products<true, TwoPanels>(a, a2, b + at, b2 + at, depth, prefetch);
+                if (last && plain && rows == kPair) {
+                    end_sums<true, TwoPanels>(to, stride * 4, kPanel, kTileRows * stride);
+                    continue;
+                }
                 end_sums<true, TwoPanels>(sums);
             } else {
                 begin_sums<false, TwoPanels>(sums, k == 0);
