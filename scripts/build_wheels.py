@@ -1,11 +1,12 @@
 """Build wheels for Linux (x86-64, aarch64) on any machine with Python, into `dist/`.
 
-    python scripts/build_wheels.py                                    # all platforms, all Python versions
+    python scripts/build_wheels.py                                    # both platforms, all Python versions
     python scripts/build_wheels.py --platforms linux-x86_64 --pythons python3.12
+    python scripts/build_wheels.py --platforms macos-arm64            # experimental: such a wheel has never run
 
-The compiler is zig's clang from PyPI, which cross-compiles and links against an old glibc; nothing else has to be
-installed. Python 3.10 and 3.11 have a wheel each, 3.12 and newer share one for the stable ABI. Only the headers of a
-Python version are used, so one interpreter per version is enough for all platforms; `uv python install 3.10 3.11 3.12`
+The compiler is zig's clang from PyPI, which cross-compiles and links against an old glibc or macOS 11; nothing else has
+to be installed. Python 3.10 and 3.11 have a wheel each, 3.12 and newer share one for the stable ABI. Only the headers
+of a version are used, so one interpreter per version is enough for all platforms; `uv python install 3.10 3.11 3.12`
 gets them.
 """
 
@@ -42,6 +43,7 @@ PLATFORMS = {
     "linux-aarch64": Platform(
         "aarch64-linux-gnu.2.28", "linux-aarch64", "aarch64-linux-gnu", "Linux", "aarch64"
     ),
+    "macos-arm64": Platform("aarch64-macos.11.0", "macosx-11.0-arm64", "darwin", "Darwin", "arm64"),
 }
 
 
@@ -96,6 +98,22 @@ class Interpreter:
         return where
 
 
+_WRAPPER = """#!/bin/sh
+for argument; do
+    shift
+    case "$argument" in
+        # For macOS. zig refuses nanobind's list of Python's symbols, crashes when it links a bundle, and writes invalid
+        # indices of symbols when it leaves out local ones.
+        -Wl,@*) set -- "$@" -Wl,-undefined,dynamic_lookup ;;
+        -bundle) set -- "$@" -shared ;;
+        -Wl,-x | -Wl,-S) ;;
+        *) set -- "$@" "$argument" ;;
+    esac
+done
+exec {zig} "$@"
+"""
+
+
 def write_compiler(tools: Path, name: str, platform: Platform) -> Path:
     """CMake wants one program for each tool, zig is one program with subcommands. Returns a CMake toolchain file."""
     folder = WORK / "toolchains" / name
@@ -107,7 +125,7 @@ def write_compiler(tools: Path, name: str, platform: Platform) -> Path:
         "ranlib": "ranlib",
     }.items():
         wrapper = folder / program
-        wrapper.write_text(f'#!/bin/sh\nexec "{tools}/bin/python" -m ziglang {command} "$@"\n')
+        wrapper.write_text(_WRAPPER.format(zig=f'"{tools}/bin/python" -m ziglang {command}'))
         wrapper.chmod(0o755)
     toolchain = folder / "toolchain.cmake"
     toolchain.write_text(
@@ -159,11 +177,12 @@ def build(interpreter: Interpreter, name: str, tools: Path, out: Path) -> Path:
         sys.stderr.writelines(log.read_text().splitlines(keepends=True)[-40:])
         raise SystemExit(f"building for {name}, Python {interpreter.version} failed; {log} has everything")
     (wheel,) = raw.glob("*.whl")
-    # Gives the wheel the tag of the oldest manylinux policy that it satisfies, and fails if there is none. "auto",
-    # because auditwheel takes other names only for the architecture of this machine.
-    repair = [tools / "bin" / "auditwheel", "repair", "--plat", "auto", "--only-plat", "-w", raw, wheel]
-    subprocess.run(repair, check=True, env=environment)
-    (wheel,) = raw.glob("*-manylinux_*.whl")
+    if platform.system == "Linux":
+        # Gives the wheel the tag of the oldest manylinux policy that it satisfies, and fails if there is none. "auto",
+        # because auditwheel takes other names only for the architecture of this machine.
+        repair = [tools / "bin" / "auditwheel", "repair", "--plat", "auto", "--only-plat", "-w", raw, wheel]
+        subprocess.run(repair, check=True, env=environment)
+        (wheel,) = raw.glob("*-manylinux_*.whl")
     out.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy2(wheel, out))
 
@@ -172,7 +191,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=list(PLATFORMS))
+    parser.add_argument(
+        "--platforms", nargs="+", choices=PLATFORMS, default=["linux-x86_64", "linux-aarch64"]
+    )
     parser.add_argument(
         "--pythons",
         nargs="+",
