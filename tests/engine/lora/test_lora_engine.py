@@ -17,7 +17,7 @@ from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
 from neso.engine.lora.manager import LoraManager
-from neso.engine.runners.native.packing import INT4, INT8, Packer
+from neso.engine.runners.native.packing import INT4, INT8, quantize
 from neso.generation import GenerationRequest, InvalidParameter, LoraRequest, SamplingParams
 
 MAX_TOKENS = 12
@@ -221,7 +221,7 @@ def rounded_checkpoint(base, directory, quantization):
         if tensor.ndim == 2 and "embed_tokens" not in name:
             # The output matrix has 8 bits in any case.
             scheme = INT4 if quantization == "int4" and "lm_head" not in name else INT8
-            tensors[name] = Packer("f32", scheme, False, 1)._quantize(tensor, scheme).dequantize()
+            tensors[name] = quantize(tensor, scheme, threads=1).dequantize()
     save_file(tensors, path, metadata={"format": "pt"})
     return directory
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import neso._native as _native
-from neso.engine.runners.native.packing import INT4, INT8, Kind, PackedMatrix, Packer
+from neso.engine.runners.native.packing import INT4, INT8, Kind, PackedMatrix, Packer, quantize
 from neso.engine.runners.reference.layers import ACTIVATIONS, layer_norm
 from neso.engine.runners.reference.layers import rms_norm as reference_norm
 from neso.engine.weights.quantized import QuantizedMatrix
@@ -248,7 +248,7 @@ def test_quantization_error_is_below_plain_rounding(dtype: Any, scheme: Any) -> 
     rng = np.random.default_rng(11)
     weights = normal(rng, 60, 160).astype(dtype)
     weights[7] = 0
-    quantized = packer(scheme=scheme)._quantize(weights, scheme)
+    quantized = quantize(weights, scheme, threads=1)
     exact = weights.astype(np.float32)
     found = quantized.dequantize()
     assert not found[7].any()
