@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from neso.engine.addons.registry import standard_addons
 from neso.engine.config import EngineConfig
@@ -18,7 +21,14 @@ from neso.engine.errors import EngineError
 from neso.engine.guided.addon import GrammarSource, GuidedDecodingAddon
 from neso.engine.ipc.messages import ONE_PROCESS, EngineInfo
 from neso.engine.kv_transfer.addon import KvTransfer
-from neso.engine.load.cache_size import bytes_per_block, num_cache_blocks, num_host_blocks
+from neso.engine.load.cache_size import (
+    bytes_per_block,
+    memory_report,
+    num_cache_blocks,
+    num_host_blocks,
+    step_memory,
+    step_size,
+)
 from neso.engine.load.transfers import check_transfers, start_transfers
 from neso.engine.logits_processors.addon import LogitsProcessors
 from neso.engine.logits_processors.processor import (
@@ -57,6 +67,8 @@ from neso.generation.sampling_params import (
     NO_DEFAULTS,
     max_new_tokens_is_limit,
 )
+
+logger = logging.getLogger(__name__)
 
 Core = EngineCore | EncoderCore
 """The core of a decoder or of an encoder."""
@@ -115,8 +127,13 @@ def load_engine(
         check_transfers(config, runner)
     max_model_len = _max_model_len(config, runner.max_position)
     draft_runner = load_draft_runner(config, runner)
-    num_blocks = num_cache_blocks(config, runner, max_model_len, draft_runner)
+    weights = runner.device_memory()
+    size = step_size(config, max_model_len)
+    needed = step_memory(size, runner, draft_runner, _blank_image(tower, images))
+    num_blocks = num_cache_blocks(config, runner, size, needed, draft_runner)
     block_size = config.scheduler.block_size
+    cache_bytes = num_blocks * bytes_per_block(block_size, runner, draft_runner)
+    logger.info(memory_report(size, needed, weights, cache_bytes, runner.free_memory()))
     host_blocks = num_host_blocks(config, runner)
     guided = GuidedDecodingAddon(
         GrammarSource(config.tokenizer_path, runner.vocab_size, config.grammar_timeout)
@@ -158,7 +175,7 @@ def load_engine(
         vocab_size=runner.vocab_size,
         num_blocks=num_blocks,
         block_size=block_size,
-        cache_bytes=num_blocks * bytes_per_block(block_size, runner, draft_runner),
+        cache_bytes=cache_bytes,
         load_seconds=time.perf_counter() - started,
         capabilities=runner.capabilities,
         hidden_size=runner.hidden_size,
@@ -243,6 +260,16 @@ def _load_images(
     stack = layer_stack_class(config.runner)
     tower = SquareTower.load(spec, source, stack, config.runner_options, processor.normalization)
     return ImageEncoder(tower)
+
+
+def _blank_image(
+    spec: VisionSpec | GridVisionSpec | None, images: ImageEncoder | None
+) -> Callable[[], object] | None:
+    """Return the encoding of one tile, as many as are in memory at once; None if no runner encodes images."""
+    if images is None or not isinstance(spec, VisionSpec):
+        return None
+    pixels = np.zeros((1, spec.tile_edge, spec.tile_edge, 3), np.uint8)
+    return partial(images.encode, pixels)
 
 
 def _load_classifier(

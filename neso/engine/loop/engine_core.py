@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -314,6 +315,8 @@ class EngineCore:
     def _fail_step(self, step: Step, error: Exception, sequences: Iterable[Sequence]) -> list[SequenceOutput]:
         """End the requests of a failed step."""
         logger.error("step %d failed", self._num_steps, exc_info=error)
+        # The frames of the runner hold intermediate results, and a reference cycle through the error would keep them.
+        traceback.clear_frames(error.__traceback__)
         self.lost_device = self.runner.has_lost_device()
         if step.block_transfers:
             # Some of the step's block transfers may be done and others not.

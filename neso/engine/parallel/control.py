@@ -56,7 +56,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
     - checkpoint: checksum of the files that describe the model
     - isa: instruction set of the kernels
-    - block_bytes: size of a KV cache block; free_memory: bytes available for the KV cache, of the whole host
+    - block_bytes: size of a KV cache block; free_memory: bytes available for steps and the KV cache
+    - shares_memory: that memory is the host's, for all of its ranks; otherwise the rank's own GPU's
     - address: where this rank listens for the connections of the ranks that receive its plans
     """
 
@@ -64,6 +65,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     isa: str
     block_bytes: int
     free_memory: int
+    shares_memory: bool = True
     address: str = ""
 
 

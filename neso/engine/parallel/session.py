@@ -20,7 +20,6 @@ import neso
 import neso._native as _native
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
-from neso.engine.host_resources import available_memory
 from neso.engine.ipc.heartbeat import heartbeat_interval
 from neso.engine.parallel.control import (
     Alive,
@@ -112,7 +111,8 @@ class RankSession:
                 checkpoint=checkpoint_checksum(Path(self.config.model)),
                 isa=_native.default_isa(),
                 block_bytes=block_bytes,
-                free_memory=available_memory(),
+                free_memory=runner.free_memory(),
+                shares_memory=runner.shares_memory,
                 address="" if self._plans is None else self._plans.address,
             )
         )

@@ -262,7 +262,10 @@ class Supervisor:
             plan_address=_loaded(self._ranks[0]).address,
             token=secrets.token_hex(16),
             block_bytes=max(_loaded(rank).block_bytes for rank in ranks),
-            free_memory=min(_loaded(rank).free_memory // on_host[rank.hello.host] for rank in ranks),
+            free_memory=min(
+                _loaded(rank).free_memory // (on_host[rank.hello.host] if _loaded(rank).shares_memory else 1)
+                for rank in ranks
+            ),
         )
         for rank in ranks:
             self._tell(rank, message)

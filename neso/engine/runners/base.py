@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -13,6 +14,7 @@ from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.host_resources import available_memory
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
 from neso.engine.runners.shared_cache import CacheFormat, SharedCache
+from neso.engine.runners.step_memory import StepMemory, StepSize, activations_memory, logits_memory
 from neso.engine.sampling.token_sampling import SamplingBatch, choose
 
 if TYPE_CHECKING:
@@ -171,6 +173,19 @@ class Runner(ABC):
         """Return the bytes available for the KV cache: host memory within the limits of the cgroup."""
         return available_memory()
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether `free_memory` is that of the host, which all ranks on it share."""
+        return True
+
+    def step_memory(self, size: StepSize, encode_image: Callable[[], object] | None = None) -> StepMemory:
+        """Return the memory that a step of this size needs besides weights and KV cache.
+
+        Called before `allocate_cache`. `encode_image`: runs the vision encoder of the model. On a GPU, both are run
+        and measured, and memory that stays in use reduces `free_memory`. Raises `StepTooLarge` if they cannot run.
+        """
+        return StepMemory(logits_memory(size, self.vocab_size))
+
     def device_memory(self) -> int:
         """Return the bytes allocated on a device other than the host."""
         return 0
@@ -245,6 +260,9 @@ class SpecRunner(Runner):
         Called after all ranks have loaded their weights, and before `allocate_cache`.
         """
         raise NotImplementedError
+
+    def step_memory(self, size: StepSize, encode_image: Callable[[], object] | None = None) -> StepMemory:
+        return StepMemory(logits_memory(size, self.vocab_size) + activations_memory(size, self.spec))
 
     def pack_adapter(self, adapter: LoraAdapter) -> PackedAdapter:
         """Convert an adapter to the runner's format, for runners with "lora". Thread-safe."""

@@ -96,6 +96,11 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_speculative_tokens if self.method is not None else 0
 
     @property
+    def max_draft_tokens(self) -> int:
+        """Maximum number of draft tokens of a sequence in a step; with Medusa, the nodes of the tree."""
+        return len(self.medusa_choices or MC_SIM_7B_63) if self.method == "medusa" else self.num_places
+
+    @property
     def method(self) -> Method | None:
         if self.speculative is None and self.speculative_model is not None:
             return "draft_model"

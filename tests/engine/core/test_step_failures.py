@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import numpy as np
 import pytest
 from fake_engine import expected_tokens, make_core, make_request, run
 from test_drafts import RandomProposer
@@ -127,6 +131,34 @@ def test_a_failing_proposer_fails_no_request(monkeypatch, method):
     monkeypatch.setattr(proposer, method, second_time)
     assert run(core) == {(str(i), 0): expected_tokens([i], 10 + i) for i in range(3)}
     assert calls > 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_without_memory_returns_its_blocks_and_intermediates(monkeypatch, overlap):
+    """Also without a garbage collection: the next step needs the memory."""
+    core = make_core(overlap=overlap)
+    core.add(make_request("a", [1, 2, 3]))
+    core.step()
+    kept = []
+
+    def run_out_of_memory(plan):
+        activations = np.zeros(8)
+        kept.append(weakref.ref(activations))
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(core.runner, "launch" if overlap else "step", run_out_of_memory)
+    gc.disable()
+    try:
+        outputs = core.step()
+        assert kept and kept[0]() is None
+    finally:
+        gc.enable()
+    assert "out of memory" in outputs[-1].error
+    core.check_integrity()
+    assert core.stats().num_used_blocks == 0
+    monkeypatch.undo()
+    core.add(make_request("b", [1, 2, 3]))
+    assert run(core) == {("b", 0): expected_tokens([1, 2, 3], 8)}
 
 
 @pytest.mark.parametrize("overlap", [False, True])

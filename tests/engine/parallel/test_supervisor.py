@@ -128,6 +128,13 @@ def test_ranks_are_connected_when_all_have_loaded(run):
     assert (messages[0].plan_address, messages[0].block_bytes, messages[0].free_memory) == (":1", 300, 400)
 
 
+def test_the_memory_of_gpus_is_not_divided_by_the_ranks_of_a_host(run):
+    ranks = run().started()
+    ranks[0].tell(replace(LOADED, shares_memory=False))
+    ranks[1].tell(replace(LOADED, shares_memory=False, free_memory=800))
+    assert [rank.next().free_memory for rank in ranks] == [800, 800]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -15,7 +15,9 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.host_resources import available_cores
 from neso.engine.runners.base import CacheLayout, Capability, Logits, Runner
 from neso.engine.runners.runner_options import RunnerOptions
+from neso.engine.runners.step_memory import StepMemory, StepSize, StepTooLarge
 from neso.engine.runners.torch.attention import open_attention
+from neso.engine.runners.torch.device_memory import CudaMemory, DeviceMemory
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_block
 from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.ranks import device_of_rank
@@ -92,8 +94,9 @@ class DeviceLogits:
         return np.asarray(self[:], dtype)
 
 
-# The rest of the memory is for activations, logits and CUDA graphs.
-_SHARE_OF_GPU = 0.85
+# Of the memory that is left for the cache after `step_memory`. The rest is for what cannot be foreseen: fragments,
+# adapters, other processes.
+_SHARE_OF_GPU = 0.9
 
 
 class DeviceRunner(Runner):
@@ -134,6 +137,41 @@ class DeviceRunner(Runner):
             return super().free_memory()
         free, _ = torch.cuda.mem_get_info(self.device)
         return int(free)
+
+    @property
+    def shares_memory(self) -> bool:
+        return self.device.type != "cuda"
+
+    def step_memory(self, size: StepSize, encode_image: Callable[[], object] | None = None) -> StepMemory:
+        if self.device.type != "cuda":
+            return super().step_memory(size, encode_image)
+        return self.measure_step(size, CudaMemory(self.device), encode_image)
+
+    @torch.inference_mode()
+    def measure_step(
+        self, size: StepSize, memory: DeviceMemory, encode_image: Callable[[], object] | None = None
+    ) -> StepMemory:
+        """Run a step of this size on a cache of one block; see `Runner.step_memory`."""
+        plan, draws = size.plan(), size.draws()
+        try:
+            cache = KVCache(self.heads, CacheLayout(1, size.block_size), self.dtype, self.device)
+            # First without measuring: kernels are compiled, and libraries allocate memory that they keep.
+            choose(self.forward(plan, cache, None), draws)
+            memory.begin()
+            choose(self.forward(plan, cache, None), draws)
+            peak = memory.peak()
+            if encode_image is not None:
+                encode_image()
+                memory.begin()
+                encode_image()
+                peak = max(peak, memory.peak())
+            return StepMemory(peak, self.measure_graphs(size, cache, memory), measured=True)
+        except torch.OutOfMemoryError as error:
+            raise StepTooLarge(str(error).partition("\n")[0]) from None
+
+    def measure_graphs(self, size: StepSize, cache: KVCache, memory: DeviceMemory) -> int:
+        """Return the bytes that CUDA graphs take."""
+        return 0
 
     def device_memory(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0

@@ -18,10 +18,12 @@ from neso.engine.runners.base import CacheLayout, Capability, Float32Array, Pack
 from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
 from neso.engine.runners.shared_cache import CacheFormat
+from neso.engine.runners.step_memory import StepSize
 from neso.engine.runners.torch.adapters import AdapterSlots, TorchAdapter
 from neso.engine.runners.torch.attention import AttentionNeeds, check_attention
 from neso.engine.runners.torch.decode_graphs import DecodeGraphs
 from neso.engine.runners.torch.decoder import Decoder
+from neso.engine.runners.torch.device_memory import DeviceMemory
 from neso.engine.runners.torch.device_runner import DeviceRunner, operations_for, prepare_device
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache
 from neso.engine.runners.torch.ranks import DeviceRanks, Ranks, SingleRank, UnconnectedRanks
@@ -93,18 +95,34 @@ class TorchRunner(DeviceRunner, SpecRunner):
         cache = self._cache
         if cache is not None and cache.shared is not None:
             self.shared_cache = cache.shared.memory
+        if cache is not None and self._uses_graphs:
+            self._graphs = self._capture(cache, self._max_table_length(layout))
+
+    def measure_graphs(self, size: StepSize, cache: KVCache, memory: DeviceMemory) -> int:
+        if not self._uses_graphs:
+            return 0
+        memory.begin()
+        graphs = self._capture(cache, -(-size.max_model_len // size.block_size))
+        taken = memory.taken()
+        del graphs
+        return taken
+
+    @property
+    def _uses_graphs(self) -> bool:
         # No graphs for experts, because the host must read the number of rows of each expert.
-        if self.device.type == "cuda" and cache is not None and self.spec.experts is None:
-            # With the Triton kernel: attention of a library is planned on the host, which cannot be captured.
-            decoder = replace(self._decoder, operations=operations_for(self.device, DEFAULT_OPTIONS))
-            self._graphs = DecodeGraphs(
-                lambda inputs: decoder.forward(inputs, cache),
-                layout.block_size,
-                cache.padding_block,
-                self._max_table_length(layout),
-                self.device,
-                self.spec.sink_tokens,
-            )
+        return self.device.type == "cuda" and self.spec.experts is None
+
+    def _capture(self, cache: KVCache, max_table_length: int) -> DecodeGraphs:
+        # With the Triton kernel: attention of a library is planned on the host, which cannot be captured.
+        decoder = replace(self._decoder, operations=operations_for(self.device, DEFAULT_OPTIONS))
+        return DecodeGraphs(
+            lambda inputs: decoder.forward(inputs, cache),
+            cache.layout.block_size,
+            cache.padding_block,
+            max_table_length,
+            self.device,
+            self.spec.sink_tokens,
+        )
 
     def store_shared(self, blocks: list[int]) -> None:
         assert self._cache is not None and self._cache.shared is not None
