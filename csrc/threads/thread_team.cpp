@@ -61,7 +61,8 @@ void ThreadTeam::run(const std::function<void(int)>& work) {
 void ThreadTeam::open(uint32_t loop) {
     done_.store(0, std::memory_order_relaxed);
     for (ChunkQueue& queue : queues_) queue.open(loop);
-    loop_.store(loop, std::memory_order_release);
+    // Sequentially consistent: notify_all() first reads whether a thread waits, which must not come before this store.
+    loop_.store(loop);
 }
 
 // A thread has executed this many chunks of the loop, and no chunks are left.
