@@ -73,10 +73,10 @@ def serve(
             process.wait()
 
 
-def neso(model: Path, *options: str):  # type: ignore[no-untyped-def]
-    """Run `neso serve` with its OpenAI port only."""
+def neso(model: Path, *options: str, program: Path | None = None):  # type: ignore[no-untyped-def]
+    """Run `neso serve` with its OpenAI port only. `program`: that of another environment."""
     command = [
-        str(Path(sys.executable).with_name("neso")),
+        str(program or Path(sys.executable).with_name("neso")),
         "serve",
         f"model={model}",
         "--openai-port",

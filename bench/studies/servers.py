@@ -9,10 +9,11 @@ share of what the machine allows (bench/machine_limits.py): the larger of the by
 of all operations / GEMM rate, as if weights and cache were read while the processor computes.
 
 usage: python bench/studies/servers.py [CHECKPOINT] [--size m] [--loads 128/64 32/256] [--concurrency 1 4 16 64]
-           [--rounds 2] [--limits] [--llamacpp VENV] [--llama-server FILE] [--vllm VENV] [--plot FILE.svg]
+           [--rounds 2] [--limits] [--before VENV] [--llamacpp VENV] [--llama-server FILE] [--vllm VENV]
+           [--plot FILE.svg]
 
---loads: input / output tokens. --llama-server: llama.cpp's own server, which generates for several requests at a time
-(--parallel); llama-cpp-python's generates for one.
+--loads: input / output tokens. --before: an environment with another version of Neso. --llama-server: llama.cpp's own
+server, which generates for several requests at a time (--parallel); llama-cpp-python's generates for one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from typing import NamedTuple
 sys.path.append(str(Path(__file__).parents[1]))
 
 from checkpoint import write_checkpoint
+from engine_rate import engine_rate
 from load import LoadResult, Workload, one_token_words, run_load
 from machine_limits import describe, use_smoke_sizes
 from machine_limits import measure as measure_limits
@@ -39,13 +40,13 @@ from peer_server import RunningServer, machine, neso, serve
 from roofline import Model, Phase
 from smoke import parse_arguments
 
-from neso.engine.client.llm import LLM
 from neso.engine.runners.runner_options import RunnerOptions
-from neso.generation import SamplingParams
 from neso.perf.report.charts import Chart, Series
 
 LLAMA_SERVER_PORT = 19300
 ENGINE = "engine"
+BEFORE = " before"
+"""Added to the names of another version."""
 Start = Callable[[], AbstractContextManager[RunningServer]]
 
 
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--limits", action="store_true", help="compare to the limits of the machine too")
+    parser.add_argument("--before", type=Path, help="environment of another version of Neso")
     parser.add_argument("--llamacpp", type=Path, help="environment of llama-cpp-python")
     parser.add_argument("--llama-server", type=Path, help="program llama-server of llama.cpp")
     parser.add_argument("--vllm", type=Path, help="environment of vLLM")
@@ -103,6 +105,7 @@ def main() -> None:
         concurrency=[2],
         rounds=1,
         limits=True,
+        before=None,
         llamacpp=None,
         llama_server=None,
         vllm=None,
@@ -119,18 +122,21 @@ def main() -> None:
         if not model.exists():
             write_checkpoint(model, arguments.size)
         servers = starters(model, arguments, Path(folder), loads)
+        engines = {ENGINE: Path(sys.executable)} if arguments.limits else {}
+        if arguments.before and engines:
+            engines[ENGINE + BEFORE] = arguments.before / "bin" / "python"
         words = one_token_words(model)
         print(f"{machine()}; {', '.join(servers)}", flush=True)
         rounds: list[Round] = []
         for number in range(arguments.rounds):
             found: Round = {}
-            if arguments.limits:
-                found |= measure_engine(model, loads, number)
+            for name, python in engines.items():
+                found |= measure_engine(name, python, model, loads, number)
             for name, start in servers.items():
                 found |= measure(name, start, loads, words, number)
             rounds.append(found)
         limits = limits_of(model, loads) if arguments.limits else {}
-    show(([ENGINE] if limits else []) + list(servers), loads, rounds, limits)
+    show([*engines, *servers], loads, rounds, limits)
     if arguments.plot:
         plot(list(servers), loads, rounds, arguments.plot)
 
@@ -138,6 +144,8 @@ def main() -> None:
 def starters(model: Path, arguments: argparse.Namespace, folder: Path, loads: list[Load]) -> dict[str, Start]:
     """Return a function for each installed server that starts it with the checkpoint."""
     found: dict[str, Start] = {"Neso": lambda: neso(model)}
+    if arguments.before is not None:
+        found["Neso" + BEFORE] = lambda: neso(model, program=arguments.before / "bin" / "neso")
     if arguments.llamacpp is not None or arguments.llama_server is not None:
         # Lazy: needs the package gguf.
         from gguf import GGMLQuantizationType
@@ -180,25 +188,17 @@ def measure(name: str, start: Start, loads: list[Load], words: list[str], number
         for load in loads:
             result = run(server, load.workload(number))
             found[name, load] = Figures.of(result)
-            print(f"{name:12} {load!s:8} {load.concurrency:3} {result}", file=sys.stderr, flush=True)
+            print(f"{name:13} {load!s:8} {load.concurrency:3} {result}", file=sys.stderr, flush=True)
     return found
 
 
-def measure_engine(model: Path, loads: list[Load], number: int) -> Round:
-    """Run each load in an engine of this process."""
+def measure_engine(name: str, python: Path, model: Path, loads: list[Load], number: int) -> Round:
+    """Run each load in the engine that `python` imports."""
     found: Round = {}
     for load in loads:
-        llm = LLM(model, max_num_seqs=load.concurrency, max_model_len=load.isl + load.osl + 1)
-        sampling = SamplingParams(temperature=1.0, seed=1, ignore_eos=True, max_tokens=load.osl)
-        llm.generate(load.workload(-1).prompts()[:2], sampling, progress=False)
         prompts = load.workload(number).prompts()
-        started = time.perf_counter()
-        llm.generate(prompts, sampling, progress=False)
-        seconds = time.perf_counter() - started
-        found[ENGINE, load] = Figures(len(prompts) * load.osl / seconds)
-        print(
-            f"{ENGINE:12} {load!s:8} {load.concurrency:3} {found[ENGINE, load]}", file=sys.stderr, flush=True
-        )
+        found[name, load] = Figures(engine_rate(python, model, prompts, load.osl, load.concurrency))
+        print(f"{name:13} {load!s:8} {load.concurrency:3} {found[name, load]}", file=sys.stderr, flush=True)
     return found
 
 
@@ -223,7 +223,7 @@ def show(names: list[str], loads: list[Load], rounds: list[Round], limits: dict[
     """Print the medians of all figures, and relative to Neso's of the same round."""
     columns = ("tok/s", "TTFT ms", "ITL ms", "tok/s", "TTFT", "ITL", "of limit")
     head = " ".join(f"{name:>8}" for name in columns)
-    print(f"{'':12} {'load':8} {'in flight':>9} {head}   (fourth to sixth: of Neso's)")
+    print(f"{'':13} {'load':8} {'in flight':>9} {head}   (fourth to sixth: of Neso's)")
     for load in loads:
         for name in names:
             runs = [(one[name, load], one["Neso", load]) for one in rounds]
@@ -235,7 +235,7 @@ def show(names: list[str], loads: list[Load], rounds: list[Round], limits: dict[
             ]
             share = f"{100 * own[0] / limits[load]:6.0f} %" if load in limits else ""
             values = f"{own[0]:8.1f} {own[1]:8.0f} {own[2]:8.1f} {ratios[0]:8.2f} {ratios[1]:8.2f} {ratios[2]:8.2f}"
-            print(f"{name:12} {load!s:8} {load.concurrency:9} {values} {share}")
+            print(f"{name:13} {load!s:8} {load.concurrency:9} {values} {share}")
 
 
 def plot(names: list[str], loads: list[Load], rounds: list[Round], file: Path) -> None:
