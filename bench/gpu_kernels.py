@@ -33,6 +33,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.lora.adapter import LoraPlan
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch.runner import TorchRunner
@@ -194,9 +195,15 @@ def make_plan(news: list[int], contexts: list[int], tree: bool = False) -> StepP
 
 
 def kinds_of_steps() -> list[StepPlan]:
-    """One step of each kind: decodes, prefill, both, and a tree of draft tokens."""
+    """One step of each kind: decodes, prefill, both, a tree of draft tokens, few and many tokens with adapters."""
     plans = [make_plan([1] * 4, [64] * 4), make_plan([64, 64], [0, 16]), make_plan([1, 64], [64, 0])]
-    return [*plans, make_plan([4, 4], [64, 80], tree=True)]
+    adapted = [with_adapters(make_plan(news, [0, 16])) for news in ([64, 64], [200, 200])]
+    return [*plans, make_plan([4, 4], [64, 80], tree=True), *adapted]
+
+
+def with_adapters(plan: StepPlan) -> StepPlan:
+    """Give two thirds of the sequences one of two adapters."""
+    return plan.with_part(LoraPlan(np.arange(plan.num_sequences, dtype=np.int32) % 3 - 1))
 
 
 def random_steps(count: int) -> list[StepPlan]:
@@ -205,13 +212,15 @@ def random_steps(count: int) -> list[StepPlan]:
     for _ in range(count):
         sequences = int(random.integers(1, 12))
         news = np.where(random.random(sequences) < 0.5, 1, random.integers(1, 50, sequences)).tolist()
-        plans.append(make_plan(news, random.integers(0, 500, sequences).tolist()))
+        plan = make_plan(news, random.integers(0, 500, sequences).tolist())
+        plans.append(with_adapters(plan) if random.random() < 0.5 else plan)
     return plans
 
 
 def compile_model(compiling: CompilingDriver, config: dict[str, Any], steps: int) -> int:
     """Compile the kernels of a model for the current device; return how many more variants random steps compiled."""
-    loaded = TorchRunner.load(decoder_spec(config), RandomWeights(config), RunnerOptions("bfloat16"))
+    options = RunnerOptions("bfloat16", lora_slots=2, max_lora_rank=64)
+    loaded = TorchRunner.load(decoder_spec(config), RandomWeights(config), options)
     decoder = replace(loaded._decoder, operations=TritonOperations())
     runner = TorchRunner(loaded.shard, decoder, loaded.device)
     runner.allocate_cache(CacheLayout(64, BLOCK_SIZE))

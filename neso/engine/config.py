@@ -199,6 +199,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.sink_token_length,
             self.attention_backend,
             self.scheduler.block_size,
+            lora_slots=self.lora.max_loras if self.lora.enabled else 0,
+            max_lora_rank=self.lora.largest_rank if self.lora.enabled else 0,
         )
 
     @classmethod

@@ -22,6 +22,8 @@ class RunnerOptions:
     - max_attention_window_size, sink_token_length: see `limit_attention`
     - attention_backend: of the torch runner on a GPU; "auto": the Triton kernel
     - block_size: number of tokens of a KV-cache block, on which attention backends depend
+    - lora_slots, max_lora_rank: number of adapters that a step may use, and their largest rank. A runner that reserves
+      memory for them rejects others; the rest ignore the options
     - layout: the part of the model that this process holds; all of it by default
     """
 
@@ -32,6 +34,8 @@ class RunnerOptions:
     sink_token_length: int = 0
     attention_backend: AttentionBackendName = "auto"
     block_size: int = 16
+    lora_slots: int = 0
+    max_lora_rank: int = 0
     layout: RankLayout = SINGLE_RANK
 
 

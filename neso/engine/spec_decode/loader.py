@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,9 +37,8 @@ def load_draft_runner(config: EngineConfig, runner: Runner) -> Runner | None:
         return None
     try:
         with open_source(options.speculative_model) as source:
-            draft = open_model(
-                source, config.runner, config.runner_options, lambda max_position: max_position
-            )
+            without_adapters = replace(config.runner_options, lora_slots=0, max_lora_rank=0)
+            draft = open_model(source, config.runner, without_adapters, lambda max_position: max_position)
     except (CheckpointError, UnsupportedModel, ValueError) as error:
         raise EngineError(f"speculative_model: {error}") from None
     if abs(draft.vocab_size - runner.vocab_size) > MAX_VOCAB_PADDING:

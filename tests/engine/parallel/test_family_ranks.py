@@ -32,7 +32,9 @@ def load(
 ) -> ThreadRanks:
     with open_source(directory) as source:
         spec = decoder_spec(source.config)
-        options = RunnerOptions(dtype="float32", quantization=quantization, num_threads=1)
+        options = RunnerOptions(
+            dtype="float32", quantization=quantization, num_threads=1, lora_slots=2, max_lora_rank=3
+        )
         return ThreadRanks.open(
             runner_class(runner), spec, source, tensor_parallel, pipeline_parallel, options
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Case:
     def load(self, runner: str) -> SpecRunner:
         with Checkpoint(self.base) as checkpoint:
             spec = decoder_spec(checkpoint.config)
-            options = RunnerOptions(dtype=self.dtype, num_threads=3)  # type: ignore[arg-type]
+            options = RunnerOptions(self.dtype, num_threads=3, lora_slots=3, max_lora_rank=33)  # type: ignore[arg-type]
             loaded = runner_class(runner.partition("-")[0]).load(spec, checkpoint, options)
         for slot, adapter in enumerate(self.adapters):
             loaded.set_adapter(slot, loaded.pack_adapter(adapter))
@@ -145,6 +146,18 @@ def test_slots_are_reused(case: Case, runner: str) -> None:
         np.testing.assert_allclose(logits[0], case.expected[number][2][-1], atol=3e-4)
         without = run(loaded, plan)
         np.testing.assert_allclose(without[0], case.expected[-1][2][-1], atol=3e-4)
+
+
+def test_torch_runner_rejects_slots_and_ranks_that_it_was_not_loaded_for(case: Case) -> None:
+    loaded = case.load("torch")
+    with pytest.raises(ValueError, match="adapter slot 3: the runner was loaded for 3 adapters"):
+        loaded.set_adapter(3, loaded.pack_adapter(case.adapters[0]))
+    wide = [
+        {t: replace(c, a=np.repeat(c.a, 12, 0), b=np.repeat(c.b, 12, 1)) for t, c in layer.items()}
+        for layer in case.adapters[0].layers
+    ]
+    with pytest.raises(ValueError, match="adapter rank 36: the runner was loaded for ranks up to 33"):
+        loaded.set_adapter(0, loaded.pack_adapter(LoraAdapter(tuple(wide))))
 
 
 def test_native_decoder_rejects_mismatched_adapters(case: Case) -> None:

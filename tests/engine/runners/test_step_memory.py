@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch_cases import load_torch
 
+from neso.engine.lora.adapter import LoraPlan
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.step_memory import StepSize, StepTooLarge, activations_memory, logits_memory
 from neso.engine.runners.torch.kv_cache import KVCache
@@ -111,6 +112,14 @@ def test_a_measured_step_covers_every_smaller_one(runner):
             assert memory.peak() <= most
     assert measured(runner, size_of(192, 8, chunk=64)) > most
     assert measured(runner, size_of(96, 96, chunk=64)) >= most + 88 * 512 * 4
+
+
+def test_the_measured_step_has_adapters_if_the_runner_has_slots(runner, checkpoint_factory: Factory):
+    size = size_of(96, 8)
+    assert runner.largest_plan(size).part(LoraPlan) is None
+    with_slots = load_torch(checkpoint_factory("llama", vocab_size=512), lora_slots=2, max_lora_rank=16)
+    assert with_slots.largest_plan(size).part(LoraPlan).slots.tolist() == [0] * 8
+    assert measured(with_slots, size) > 8 * 512 * 4
 
 
 def test_the_vision_encoder_counts_if_it_needs_more(runner):

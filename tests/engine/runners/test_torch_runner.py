@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import load_oracle, rewrite_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plan_builder import PlanBuilder, oracle_logits, random_tokens, run, run_in_chunks
 from random_draws import random_draws
 from safetensors.torch import load_file, save_file
@@ -33,12 +35,14 @@ from torch_cases import (
 from neso.engine.addons.image_positions import RotaryPlan
 from neso.engine.client.llm import LLM
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.lora.adapter import LoraPlan
 from neso.engine.runners.runner_options import UnsupportedOption
 from neso.engine.runners.torch import sampling, triton_sampling
 from neso.engine.runners.torch.decode_graphs import BATCH_SIZES, DecodeGraphs
 from neso.engine.runners.torch.encoder import TorchLayerStack
 from neso.engine.runners.torch.linears import DenseLinear, Float8Linear, Linear
 from neso.engine.runners.torch.runner import TorchRunner
+from neso.engine.runners.torch.step_inputs import AdapterRows, adapter_tiles, max_adapter_tiles
 from neso.engine.runners.torch.weights import MLP
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, SamplingBatch, choose
 from neso.generation import SamplingParams
@@ -127,16 +131,35 @@ def plan_of(lengths: list[int], rows: list[int] | None = None) -> StepPlan:
         (plan_of([1, 1, 1], rows=[0, 1]), False),
         (plan_of([1, 1, 1], rows=[2, 1, 0]), False),
         (plan_of([1, 1, 1], rows=[]), False),
+        (plan_of([1, 1]).with_part(LoraPlan(np.array([1, -1], np.int32))), True),
         (plan_of([1, 1]).with_part(RotaryPlan(np.full((3, 2), -1, np.int32))), True),
         (plan_of([1, 1]).with_part(RotaryPlan(np.array([[0, 0], [0, 0], [-1, 0]], np.int32))), False),
     ],
     ids=[
         *("one", "three", "all", "too many", "mixed", "prefill", "some rows", "other order", "no rows"),
-        *("after an image", "in an image"),
+        *("adapters", "after an image", "in an image"),
     ],
 )
 def test_only_plain_decodes_fit_a_graph(plan: StepPlan, fits: bool) -> None:
     assert DecodeGraphs.fits(plan) is fits
+
+
+@given(
+    slots=st.lists(st.integers(-1, 5), max_size=90),
+    tile_rows=st.sampled_from([AdapterRows.FEW, AdapterRows.MANY]),
+)
+@settings(max_examples=50, deadline=None)
+def test_adapter_tiles_have_every_row_with_an_adapter_once(slots: list[int], tile_rows: int) -> None:
+    tiles = adapter_tiles(np.array(slots, np.int32), tile_rows)
+    assert tiles.shape[1] == tile_rows
+    assert sorted(tiles[tiles >= 0]) == [row for row, slot in enumerate(slots) if slot >= 0]
+    for tile in tiles.tolist():
+        count = sum(row >= 0 for row in tile)
+        assert count
+        assert tile[count:] == [-1] * (tile_rows - count)
+        assert len({slots[row] for row in tile[:count]}) == 1
+    if tile_rows == AdapterRows.FEW:
+        assert len(tiles) <= max_adapter_tiles(len(slots), 6)
 
 
 @interpreted

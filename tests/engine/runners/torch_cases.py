@@ -6,7 +6,7 @@ values are always computed on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from torch import Tensor
 from neso.engine.addons.image_positions import RotaryPlan
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.lora.adapter import TARGETS, LoraAdapter, LoraPlan, LowRank, Target
 from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch import triton_attention as attention_kernels
+from neso.engine.runners.torch.adapters import AdapterStack, Change
 from neso.engine.runners.torch.decode_graphs import DecodeGraphs
 from neso.engine.runners.torch.device_runner import DeviceLogits, LaunchedDeviceLogits
 from neso.engine.runners.torch.kv_cache import KVCache, LayerCache
@@ -32,13 +34,14 @@ from neso.engine.runners.torch.linears import round_to_float8
 from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.runners.torch.sampling import choose as choose_on_device
-from neso.engine.runners.torch.step_inputs import step_inputs
+from neso.engine.runners.torch.step_inputs import AdapterRows, adapter_tiles, step_inputs
 from neso.engine.runners.torch.triton_operations import TritonOperations, round_rows
 from neso.engine.sampling.adjustments import LogitAdjustments
 from neso.engine.sampling.sampler import sampling_batch
 from neso.engine.sampling.state import SamplingState
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, SamplingBatch, choose
 from neso.engine.sampling.token_scores import ScoreRequest, TokenScores, sample_and_score
+from neso.engine.specs.decoder_spec import DecoderSpec, layer_shapes
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.generation import SamplingParams
@@ -65,6 +68,13 @@ ATTENDED = {
     torch.float32: {"rtol": 2e-5, "atol": 5e-6},
     torch.float16: {"rtol": 2**-9, "atol": 2**-9},
     torch.bfloat16: {"rtol": 2**-6, "atol": 2**-6},
+}
+
+# The inner values, of up to about 8, and the result are rounded.
+ADAPTED = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    torch.float16: {"rtol": 2**-9, "atol": 2**-6},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-3},
 }
 
 PLAIN, KERNELS = PlainOperations(), TritonOperations()
@@ -129,6 +139,23 @@ ATTENTION = {
     "heads of 6": Attention(MIXED, key_dim=6, value_dim=6, kv_heads=1),
     "heads of 64": Attention(MIXED, key_dim=64, value_dim=64),
     "heads of 80": Attention(MIXED, key_dim=80, value_dim=80, block_size=3),
+}
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The ranks of each target in each slot, and the slot of each row."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    slots: tuple[int, ...]
+
+
+RANKS = ((1, 5, 0), (16, 16, 16), (0, 70, 3), (0, 0, 0))
+ADAPTERS = {
+    "several slots, more rows than a tile, and rows without": Adapters(
+        RANKS, (2, -1, 0, 3, 2, 1, -1, *[0] * AdapterRows.FEW)
+    ),
+    "small ranks": Adapters(((3, 0, 2), (0, 0, 8)), (1, 0, 0, -1)),
 }
 
 
@@ -259,6 +286,73 @@ class KernelCases:
         assert found.dtype == dtype
         torch.testing.assert_close(found.cpu().float(), expected, **ATTENDED[dtype])
 
+    @pytest.mark.parametrize("tile_rows", [AdapterRows.FEW, AdapterRows.MANY])
+    @pytest.mark.parametrize("name", ADAPTERS)
+    def test_adapt(
+        self, device: torch.device, multiplied_dtype: torch.dtype, name: str, tile_rows: int
+    ) -> None:
+        case, dtype, inputs, widths = ADAPTERS[name], multiplied_dtype, 1300, (130, 24, 1)
+        slots = np.array(case.slots, np.int32)
+        tiles = np.concatenate([adapter_tiles(slots, tile_rows), np.full((2, tile_rows), -1, np.int32)])
+        rows = AdapterRows(torch.from_numpy(slots), torch.from_numpy(tiles))
+        x, before = (
+            normal(len(slots), inputs, dtype=dtype),
+            normal(len(slots), sum(widths), dtype=dtype, seed=1),
+        )
+        found, expected = before.to(device, copy=True), before.to(torch.float32, copy=True)
+        stack = adapter_stack(case, dtype, device, widths, inputs)
+        KERNELS.adapt(x.to(device), found, stack, AdapterRows(rows.slots.to(device), rows.tiles.to(device)))
+        wide = replace(
+            stack, **{field: getattr(stack, field).float().cpu() for field in ("a", "b", "scales")}
+        )
+        PLAIN.adapt(x.float(), expected, replace(wide, ranks=stack.ranks.cpu()), rows)
+        torch.testing.assert_close(found.cpu().float(), expected, **ADAPTED[dtype])
+        unchanged = torch.isin(rows.slots, torch.tensor([-1, 3]))
+        assert torch.equal(found.cpu()[unchanged], before[unchanged])
+        assert torch.equal(expected != before.float(), expected_changes(case, widths))
+
+
+def random_adapter(spec: DecoderSpec, rank: int, targets: Sequence[Target]) -> LoraAdapter:
+    """Adapt these targets of every layer."""
+    rng = np.random.default_rng(rank)
+
+    def update(outputs: int, inputs: int) -> LowRank:
+        a, b = rng.standard_normal((rank, inputs)), rng.standard_normal((outputs, rank))
+        return LowRank(a.astype(np.float32) * 0.2, b.astype(np.float32) * 0.2, 0.7)
+
+    layers = [layer_shapes(spec, layer) for layer in range(spec.num_layers)]
+    return LoraAdapter(tuple({target: update(*shapes[target]) for target in targets} for shapes in layers))
+
+
+def expected_changes(case: Adapters, widths: tuple[int, ...]) -> Tensor:
+    """Whether each output is adapted, bool[rows, outputs]."""
+    adapted = [torch.tensor(ranks) > 0 for ranks in (*case.ranks, (0, 0, 0))]
+    return torch.stack([adapted[slot] for slot in case.slots]).repeat_interleave(torch.tensor(widths), dim=1)
+
+
+def adapter_stack(
+    case: Adapters, dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], inputs: int
+) -> AdapterStack:
+    """Slots of a case; whatever their adapters do not define is NaN."""
+    stack = AdapterStack.allocate(
+        len(case.ranks) + 1, max(map(max, case.ranks)), inputs, widths, dtype, device
+    )
+    stack.a.fill_(torch.nan)
+    stack.b.fill_(torch.nan)
+    for slot, ranks in enumerate(case.ranks):
+        changes = [
+            Change(
+                normal(rank, inputs, dtype=dtype, seed=slot * 9 + target) * inputs**-0.5,
+                normal(width, rank, dtype=dtype, seed=slot * 9 + target + 3),
+                0.25 * (slot + 1),
+            )
+            if rank
+            else None
+            for target, (rank, width) in enumerate(zip(ranks, widths, strict=True))
+        ]
+        stack.set(slot, changes)
+    return stack
+
 
 def load_torch(directory: Path, **options: Any) -> TorchRunner:
     with Checkpoint(directory) as source:
@@ -285,6 +379,7 @@ def allocate(runner: TorchRunner, builder: PlanBuilder, *, graphs: bool) -> KVCa
             cache.padding_block,
             layout.num_blocks,
             runner.device,
+            lora_slots=decoder.adapters.slots,
         )
     return cache
 
@@ -321,6 +416,30 @@ class GraphCases:
             found = run(graphed, plan)
             assert found.shape == (count, runner.spec.vocab_size)
             np.testing.assert_allclose(found, run(plain, plan), atol=ATOL)
+
+    def test_decodes_with_adapters_equal_plain_steps(self, checkpoint_factory: Factory) -> None:
+        """Adapters of several ranks, without some targets, in batches that change; some batches have none."""
+        directory = checkpoint_factory("llama", num_hidden_layers=2)
+        runner = load_torch(directory, dtype="float32", lora_slots=3, max_lora_rank=20)
+        graphed, plain = with_operations(runner, KERNELS), with_operations(runner, PLAIN)
+        for slot, (rank, targets) in enumerate(((20, TARGETS), (3, ("query", "value")), (1, ("up", "down")))):
+            runner.set_adapter(slot, runner.pack_adapter(random_adapter(runner.spec, rank, targets)))
+        builder = PlanBuilder(4, 64, seed=1)
+        cache, of_plain = allocate(graphed, builder, graphs=True), allocate(plain, builder, graphs=False)
+        sequences = [builder.sequence(random_tokens(length + 4, seed=length)) for length in range(3, 8)]
+        run(plain, builder.plan([(s, len(s.tokens) - 4) for s in sequences]))
+        for layer, prefilled in zip(cache.layers, of_plain.layers, strict=True):
+            layer.keys.copy_(prefilled.keys)
+            layer.values.copy_(prefilled.values)
+        for slots in ([0, 1, -1, 2, 0], [2, 1, 0, -1], [-1, 2]):
+            plan = builder.plan([(s, 1) for s in sequences[: len(slots)]])
+            adapted = plan.with_part(LoraPlan(np.array(slots, np.int32)))
+            assert DecodeGraphs.fits(adapted)
+            without = run(graphed, plan)
+            found = run(graphed, adapted)
+            np.testing.assert_allclose(found, run(plain, adapted), atol=ATOL)
+            changed = abs(found - without).max(axis=1) > 0.01
+            assert changed[: len(slots)].tolist() == [slot >= 0 for slot in slots]
 
     @pytest.mark.parametrize("graphs", [False, True])
     def test_a_step_reads_the_tokens_of_the_previous_step(

@@ -1,7 +1,8 @@
 """CUDA graphs of decode steps: a whole step is one launch, whatever its number of kernels.
 
-Steps are captured for some batch sizes; other batches are padded with tokens that attend to themselves in the cache's
-padding block. A graph reads its inputs from static tensors, which are filled before each replay.
+Steps are captured for some batch sizes, with and without LoRA adapters if the engine has them. Other batches are padded
+with tokens that attend to themselves in the cache's padding block. A graph reads its inputs from static tensors, which
+are filled before each replay.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from torch import Tensor
 
 from neso.engine.addons.image_positions import RotaryPlan, rotary_positions
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.lora.adapter import LoraPlan
 from neso.engine.runners.torch.step_inputs import (
+    AdapterRows,
     StepInputs,
+    adapter_tiles,
+    max_adapter_tiles,
     resolve_tokens,
     send_together,
     step_inputs,
@@ -47,27 +52,34 @@ class DecodeGraphs:
         max_blocks: int,
         device: torch.device,
         sinks: int = 0,
+        lora_slots: int = 0,
     ) -> None:
         self._forward = forward
         self._block_size, self._padding_block = block_size, padding_block
         self._device = device
         self._sinks = sinks
+        self._lora_slots = lora_slots
         self._inputs = self._static_inputs(BATCH_SIZES[-1], max_blocks)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._logits: Tensor | None = None
         started = time.perf_counter()
-        self._graphs = {size: self._capture(size) for size in reversed(BATCH_SIZES)}
+        # By batch size, and whether the batch has adapters.
+        self._graphs = {
+            (size, adapters): self._capture(self._first(size, adapters))
+            for size in reversed(BATCH_SIZES)
+            for adapters in ((True, False) if lora_slots else (False,))
+        }
         if device.type == "cuda":
-            logger.info("captured %d CUDA graphs in %.1f s", len(BATCH_SIZES), time.perf_counter() - started)
+            logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     @staticmethod
     def fits(plan: StepPlan) -> bool:
-        """Whether the plan is a plain decode: one new token per sequence, all logits in order, no add-ons.
+        """Whether the plan is a plain decode: one new token per sequence, all logits in order.
 
-        Only the rotary positions after images may differ from the positions in the sequences.
+        It may have adapters, and the rotary positions after images may differ from the positions in the sequences.
         """
         return (
-            plan.parts.keys() <= {RotaryPlan}
+            plan.parts.keys() <= {RotaryPlan, LoraPlan}
             and plan.num_sequences == plan.num_tokens <= BATCH_SIZES[-1]
             and rotary_positions(plan, plan.num_computed).ndim == 1
             and wants_all_rows(plan)
@@ -77,7 +89,7 @@ class DecodeGraphs:
         """Return the logits float32[R, vocab_size] of a plan that `fits`, valid until the next run."""
         size = BATCH_SIZES[bisect_left(BATCH_SIZES, plan.num_sequences)]
         self._fill(plan, size, chosen)
-        self._graphs[size]()
+        self._graphs[size, plan.part(LoraPlan) is not None]()
         assert self._logits is not None
         return self._logits[: plan.num_sequences]
 
@@ -99,11 +111,22 @@ class DecodeGraphs:
             name: getattr(inputs, name).clone()
             for name in ("token_ids", "positions", "slots", "num_computed")
         }
-        return replace(inputs, **vectors, block_tables=inputs.block_tables.clone())
+        adapters = None
+        if self._lora_slots:
+            tiles = (max_adapter_tiles(size, self._lora_slots), AdapterRows.FEW)
+            adapters = AdapterRows(
+                *(torch.full(shape, -1, dtype=torch.int32, device=self._device) for shape in ((size,), tiles))
+            )
+        return replace(inputs, **vectors, block_tables=inputs.block_tables.clone(), adapters=adapters)
 
-    def _first(self, size: int) -> StepInputs:
+    def _first(self, size: int, with_adapters: bool) -> StepInputs:
         """Return views of the first rows of the inputs."""
         all_inputs = self._inputs
+        adapters = None
+        if with_adapters:
+            assert all_inputs.adapters is not None
+            num_tiles = max_adapter_tiles(size, self._lora_slots)
+            adapters = AdapterRows(all_inputs.adapters.slots[:size], all_inputs.adapters.tiles[:num_tiles])
         return replace(
             all_inputs,
             token_ids=all_inputs.token_ids[:size],
@@ -113,6 +136,8 @@ class DecodeGraphs:
             num_computed=all_inputs.num_computed[:size],
             block_tables=all_inputs.block_tables[:size],
             decodes=all_inputs.decodes[:size],
+            adapters=adapters,
+            output_adapters=adapters,
         )
 
     def _fill(self, plan: StepPlan, size: int, chosen: Tensor | None) -> None:
@@ -125,10 +150,17 @@ class DecodeGraphs:
         tokens = np.concatenate([plan.token_ids, padding])
         # With one new token per sequence, its position in the sequence is num_computed.
         positions = np.concatenate([rotary_positions(plan, plan.num_computed), padding])
-        vectors = send_together(
-            [np.stack([tokens, positions, slots, computed]), plan.block_tables], self._device
-        )
-        inputs = self._inputs
+        arrays = [np.stack([tokens, positions, slots, computed]), plan.block_tables]
+        inputs, lora = self._inputs, plan.part(LoraPlan)
+        if lora is not None:
+            tiles = np.full((max_adapter_tiles(size, self._lora_slots), AdapterRows.FEW), -1, np.int32)
+            found = adapter_tiles(lora.slots, AdapterRows.FEW)
+            tiles[: len(found)] = found
+            arrays += [lora.slots, tiles]
+        vectors = send_together(arrays, self._device)
+        if inputs.adapters is not None and lora is not None:
+            inputs.adapters.slots[:used].copy_(vectors[2])
+            inputs.adapters.tiles[: len(tiles)].copy_(vectors[3])
         for target, source in zip(
             (inputs.positions, inputs.slots, inputs.num_computed), vectors[0][1:], strict=True
         ):
@@ -137,9 +169,8 @@ class DecodeGraphs:
         inputs.block_tables[:used, : plan.block_tables.shape[1]].copy_(vectors[1])
         inputs.block_tables[used:size, 0] = self._padding_block
 
-    def _capture(self, size: int) -> Callable[[], None]:
-        """Return the replay of a step of `size` sequences; without a GPU, the step itself."""
-        inputs = self._first(size)
+    def _capture(self, inputs: StepInputs) -> Callable[[], None]:
+        """Return the replay of a step; without a GPU, the step itself."""
         if self._device.type != "cuda":
             return lambda: self._run_step(inputs)
         stream = torch.cuda.Stream(self._device)

@@ -226,8 +226,9 @@ class Decoder:
             # After attention, the last layer computes only the requested rows.
             last = index + 1 == len(self.weights.layers)
             requested_only = "query" not in targets and last and self.spec.has_head
-            rows = inputs.adapters.wanted if requested_only else inputs.adapters.all
-            self.adapters.adapt(index, targets, rows, x, y)
+            rows = inputs.output_adapters if requested_only else inputs.adapters
+            assert rows is not None
+            self.operations.adapt(x, y, self.adapters.layers[index][targets], rows)
         return y
 
     def _attention(

@@ -94,8 +94,8 @@ class DeviceLogits:
         return np.asarray(self[:], dtype)
 
 
-# Of the memory that is left for the cache after `step_memory`. The rest is for what cannot be foreseen: fragments,
-# adapters, other processes.
+# Of the memory that is left for the cache after `step_memory`. The rest is for what cannot be foreseen: fragments and
+# other processes.
 _SHARE_OF_GPU = 0.9
 
 
@@ -152,7 +152,7 @@ class DeviceRunner(Runner):
         self, size: StepSize, memory: DeviceMemory, encode_image: Callable[[], object] | None = None
     ) -> StepMemory:
         """Run a step of this size on a cache of one block; see `Runner.step_memory`."""
-        plan, draws = size.plan(), size.draws()
+        plan, draws = self.largest_plan(size), size.draws()
         try:
             cache = KVCache(self.heads, CacheLayout(1, size.block_size), self.dtype, self.device)
             # First without measuring: kernels are compiled, and libraries allocate memory that they keep.
@@ -168,6 +168,10 @@ class DeviceRunner(Runner):
             return StepMemory(peak, self.measure_graphs(size, cache, memory), measured=True)
         except torch.OutOfMemoryError as error:
             raise StepTooLarge(str(error).partition("\n")[0]) from None
+
+    def largest_plan(self, size: StepSize) -> StepPlan:
+        """Return the step that `measure_step` runs."""
+        return size.plan()
 
     def measure_graphs(self, size: StepSize, cache: KVCache, memory: DeviceMemory) -> int:
         """Return the bytes that CUDA graphs take."""

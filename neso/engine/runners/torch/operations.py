@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from neso.engine.runners.torch.adapters import AdapterStack
 from neso.engine.runners.torch.kv_cache import LayerCache
-from neso.engine.runners.torch.step_inputs import StepInputs
+from neso.engine.runners.torch.step_inputs import AdapterRows, StepInputs
 from neso.engine.specs.decoder_spec import Activation
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -61,6 +62,9 @@ class Operations(Protocol):
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up for gate_up[T, 2 * width] with the gate in the first half."""
+
+    def adapt(self, x: Tensor, y: Tensor, stack: AdapterStack, rows: AdapterRows) -> None:
+        """Add scale * (x A^T) B^T of each row's adapter to y, for x[T, inputs] and y[T, outputs], in place."""
 
 
 def rotate_pairs(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -124,6 +128,18 @@ class PlainOperations:
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
+
+    def adapt(self, x: Tensor, y: Tensor, stack: AdapterStack, rows: AdapterRows) -> None:
+        for slot in rows.slots.unique().tolist():
+            if slot < 0:
+                continue
+            own = (rows.slots == slot).nonzero()[:, 0]
+            ranks, scales = stack.ranks[slot].tolist(), stack.scales[slot].tolist()
+            first = 0
+            for target, (rank, scale, width) in enumerate(zip(ranks, scales, stack.widths, strict=True)):
+                a, b = stack.a[slot, target, :rank], stack.b[slot, first : first + width, :rank]
+                y[:, first : first + width].index_add_(0, own, (x[own] @ a.T * scale) @ b.T)
+                first += width
 
 
 def _positions_and_mask(inputs: StepInputs, sequence: int, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:

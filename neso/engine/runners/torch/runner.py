@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.lora.adapter import LoraAdapter, output_widths
+from neso.engine.lora.adapter import LoraAdapter, LoraPlan
 from neso.engine.parallel.communicator import Communicator
 from neso.engine.parallel.sharding import Shard, shard_adapter, shard_of
 from neso.engine.pooling.pooler import PoolingPlan
@@ -74,7 +74,9 @@ class TorchRunner(DeviceRunner, SpecRunner):
         shard = shard_of(spec, options.layout)
         weights = WeightLoader(shard, source, options, device).load()
         logger.info("torch runner: %s, %s", device, weights.dtype)
-        adapters = AdapterSlots(output_widths(shard.spec), device)
+        adapters = AdapterSlots(shard.spec, options.lora_slots, options.max_lora_rank, weights.dtype, device)
+        if adapters.slots:
+            logger.info("%.2f GB reserved for %d LoRA adapters", adapters.num_bytes / 1e9, adapters.slots)
         cos_sin = _cos_sin(shard.spec, device)
         ranks = SingleRank() if options.layout.size == 1 else UnconnectedRanks()
         decoder = Decoder(shard, weights, operations, cos_sin, adapters, ranks)
@@ -97,6 +99,12 @@ class TorchRunner(DeviceRunner, SpecRunner):
             self.shared_cache = cache.shared.memory
         if cache is not None and self._uses_graphs:
             self._graphs = self._capture(cache, self._max_table_length(layout))
+
+    def largest_plan(self, size: StepSize) -> StepPlan:
+        plan = super().largest_plan(size)
+        if not self._decoder.adapters.slots:
+            return plan
+        return plan.with_part(LoraPlan(np.zeros(plan.num_sequences, np.int32)))
 
     def measure_graphs(self, size: StepSize, cache: KVCache, memory: DeviceMemory) -> int:
         if not self._uses_graphs:
@@ -122,6 +130,7 @@ class TorchRunner(DeviceRunner, SpecRunner):
             max_table_length,
             self.device,
             self.spec.sink_tokens,
+            self._decoder.adapters.slots,
         )
 
     def store_shared(self, blocks: list[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from neso.engine.pooling.pooler import PoolingPlan
 from neso.engine.spec_decode.draft import DraftTreePlan, token_positions
 
 Int32Array = npt.NDArray[np.int32]
+
+MAX_FEW_ROWS = 256
+"""Maximum number of new tokens of a step whose adapters are computed in tiles of `AdapterRows.FEW` rows."""
 
 
 def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -51,27 +54,36 @@ def send_together(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Rows int64[n] of each adapter slot in use: among all new tokens, and among those with requested outputs."""
+    """The adapter of each row of a product, int32.
 
-    all: dict[int, Tensor]
-    wanted: dict[int, Tensor]
+    - slots[rows]: the adapter slot of each row, -1 for none
+    - tiles[N, tile_rows]: the rows with an adapter; the rows of a tile have the same slot. Empty places, at the end of
+      a tile, are -1. `tile_rows` is `FEW` in steps with few rows, otherwise `MANY`.
+    """
 
-    @classmethod
-    def from_plan(cls, plan: StepPlan, device: torch.device) -> AdapterRows | None:
-        """Return the rows of a plan; None if no sequence has an adapter."""
-        lora = plan.part(LoraPlan)
-        if lora is None:
-            return None
-        slots = np.repeat(lora.slots, np.diff(plan.query_start))
-        return cls(_rows_by_slot(slots, device), _rows_by_slot(slots[output_rows(plan)], device))
+    FEW: ClassVar[int] = 16
+    MANY: ClassVar[int] = 64
+
+    slots: Tensor
+    tiles: Tensor
 
 
-def _rows_by_slot(slots: npt.NDArray[np.int32], device: torch.device) -> dict[int, Tensor]:
-    used = [int(slot) for slot in np.unique(slots) if slot >= 0]
-    if not used:
-        return {}
-    rows = send_together([np.flatnonzero(slots == slot) for slot in used], device)
-    return {slot: found.long() for slot, found in zip(used, rows, strict=True)}
+def adapter_tiles(slots: Int32Array, tile_rows: int) -> Int32Array:
+    """Return `AdapterRows.tiles` for slots int32[rows]."""
+    rows = np.argsort(slots, kind="stable").astype(np.int32)
+    rows = rows[np.count_nonzero(slots < 0) :]
+    _, counts = np.unique(slots[rows], return_counts=True)
+    num_tiles = -(-counts // tile_rows)
+    empty = num_tiles * tile_rows - counts
+    places = np.arange(len(rows)) + np.repeat(np.cumsum(empty) - empty, counts)
+    tiles = np.full((num_tiles.sum(), tile_rows), -1, np.int32)
+    tiles.reshape(-1)[places] = rows
+    return tiles
+
+
+def max_adapter_tiles(rows: int, slots: int) -> int:
+    """Return the maximum number of tiles of `FEW` rows for a number of rows with any of the slots."""
+    return min(rows, rows // AdapterRows.FEW + slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +99,7 @@ class StepInputs:
     - plan: the plan on the host
     - sinks: first tokens of a sequence that stay visible in layers with a window
     - logits_rows[R + H]: `output_rows`; None if these are all tokens in order
-    - adapters: rows of each adapter; None if no sequence has one
+    - adapters, output_adapters: adapters of the new tokens, and of `output_rows`; None if no sequence has one
     - embedding_positions[E], embeddings float32[E, hidden]: rows that replace token embeddings; None if there are none
     - tree_masks int64[T], tree_depths[T]: as in `DraftTreePlan`; None if no token is in a tree
     """
@@ -107,6 +119,7 @@ class StepInputs:
     embedding_positions: Tensor | None = None
     embeddings: Tensor | None = None
     adapters: AdapterRows | None = None
+    output_adapters: AdapterRows | None = None
     tree_masks: Tensor | None = None
     tree_depths: Tensor | None = None
 
@@ -135,7 +148,17 @@ def step_inputs(
         "prefills": _prefill_tiles(lengths, tile_queries),
         "logits_rows": output_rows(plan),
     }
+    lora = plan.part(LoraPlan)
+    if lora is not None:
+        slots = np.repeat(lora.slots, lengths)
+        tile_rows = AdapterRows.FEW if plan.num_tokens <= MAX_FEW_ROWS else AdapterRows.MANY
+        for name, rows in (("adapter", slots), ("output", slots[output_rows(plan)])):
+            arrays |= {f"{name} slots": rows, f"{name} tiles": adapter_tiles(rows, tile_rows)}
     tensors = dict(zip(arrays, send_together(list(arrays.values()), device), strict=True))
+    adapters, output_adapters = (
+        None if lora is None else AdapterRows(tensors.pop(f"{name} slots"), tensors.pop(f"{name} tiles"))
+        for name in ("adapter", "output")
+    )
     tensors["token_ids"] = resolve_tokens(plan, tensors["token_ids"], chosen)
     if wants_all_rows(plan):
         del tensors["logits_rows"]
@@ -147,8 +170,14 @@ def step_inputs(
     if tree is not None and len(tree.masks):
         tensors["tree_masks"] = send(tree.masks.astype(np.int64), device)
         tensors["tree_depths"] = send(tree.depths.copy(), device)
-    adapters = AdapterRows.from_plan(plan, device)
-    return StepInputs(**tensors, tile_queries=tile_queries, plan=plan, sinks=sinks, adapters=adapters)
+    return StepInputs(
+        **tensors,
+        tile_queries=tile_queries,
+        plan=plan,
+        sinks=sinks,
+        adapters=adapters,
+        output_adapters=output_adapters,
+    )
 
 
 def resolve_tokens(plan: StepPlan, token_ids: Tensor, chosen: Tensor | None) -> Tensor:

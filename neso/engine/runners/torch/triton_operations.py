@@ -10,6 +10,7 @@ from torch import Tensor
 from neso.engine.runners.torch.attention import Attention
 from neso.engine.runners.torch.kv_cache import LayerCache
 from neso.engine.runners.torch.operations import ACTIVATIONS
+from neso.engine.runners.torch.triton_adapters import adapt
 from neso.engine.runners.torch.triton_attention import paged_attention
 from neso.engine.specs.decoder_spec import Activation
 
@@ -219,3 +220,4 @@ class TritonOperations:
     rotate = staticmethod(rotate)
     store = staticmethod(store)
     gated = staticmethod(gated)
+    adapt = staticmethod(adapt)
