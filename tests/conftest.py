@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from pairwise import mark_matrices_slow
+from pairwise import thin_matrices
 from slow_tests import SlowTestsWriter, mark_listed_slow
 from step_pace import StepPace
 from virtual_time import VirtualTime
@@ -35,6 +35,7 @@ LONGEST = ("test_install_size.py", "test_random_schemas.py")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-slow-tests", type=float, metavar="SECONDS", help="write tests/slow_tests.txt")
+    parser.addoption("--matrices", action="store_true", help="run all cases of tests with the mark pairwise")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,12 +50,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests and order files.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Thin matrices, mark slow tests and order files.
 
     Order, for `--dist loadfile --no-loadscope-reorder`: longest files first, then by number of tests.
     """
-    mark_matrices_slow(items)
+    config.hook.pytest_deselected(items=thin_matrices(items, complete=config.getoption("--matrices")))
     mark_listed_slow(items)
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.name not in LONGEST, -counts[item.path]))

@@ -1,4 +1,4 @@
-"""Choose a subset of large parameter matrices for the default tier."""
+"""Choose subsets of large parameter matrices: for the default tier, and for tests with the mark `pairwise`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def pairwise_cover(cases: Sequence[Case]) -> set[int]:
     return chosen
 
 
-def mark_matrices_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow the cases of large tests with three or more parameter axes that a pairwise cover does not need."""
+def beyond_cover(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of large tests with three or more parameter axes that a pairwise cover does not need."""
     matrices: defaultdict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             owner = item.parent.nodeid if item.parent is not None else ""
             matrices[owner, item.originalname].append(item)
+    beyond: list[pytest.Item] = []
     for cases in matrices.values():
         if len(cases) < MIN_CASES:
             continue
@@ -45,9 +46,22 @@ def mark_matrices_slow(items: Sequence[pytest.Item]) -> None:
         if len(axes) < MIN_AXES:
             continue
         kept = pairwise_cover(list(zip(*axes, strict=True)))
-        for position, item in enumerate(cases):
-            if position not in kept:
-                item.add_marker(pytest.mark.slow)
+        beyond += [item for position, item in enumerate(cases) if position not in kept]
+    return beyond
+
+
+def thin_matrices(items: list[pytest.Item], complete: bool) -> list[pytest.Item]:
+    """Remove from `items` what a pairwise cover of tests with the mark `pairwise` does not need, and return it.
+
+    The same cases of other tests become slow. `complete`: mark all as slow and remove none.
+    """
+    beyond = beyond_cover(items)
+    for item in beyond:
+        item.add_marker(pytest.mark.slow)
+    removed = [] if complete else [item for item in beyond if item.get_closest_marker("pairwise")]
+    gone = set(removed)
+    items[:] = [item for item in items if item not in gone]
+    return removed
 
 
 def _numbered(values: Sequence[str]) -> tuple[int, ...]:

@@ -31,6 +31,55 @@ def test_incomplete_matrices():
 
 
 TESTS = Path(__file__).parent
+pytest_plugins = ["pytester"]
+
+
+MATRICES = """
+import pytest
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("a", range(4))
+@pytest.mark.parametrize("b", range(4))
+@pytest.mark.parametrize("c", range(4))
+def test_costly(a, b, c): pass
+
+@pytest.mark.parametrize("a", range(4))
+@pytest.mark.parametrize("b", range(4))
+@pytest.mark.parametrize("c", range(4))
+def test_cheap(a, b, c): pass
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("a", range(30))
+@pytest.mark.parametrize("b", range(2))
+def test_two_axes(a, b): pass
+"""
+HOOKS = """
+from pairwise import thin_matrices
+
+def pytest_addoption(parser):
+    parser.addoption("--matrices", action="store_true")
+
+def pytest_collection_modifyitems(config, items):
+    config.hook.pytest_deselected(items=thin_matrices(items, config.getoption("--matrices")))
+"""
+COVER = len(pairwise_cover(list(product(range(4), repeat=3))))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed", "left_out"),
+    [
+        ([], COVER + 64 + 60, 64 - COVER),
+        (["-m", "not slow"], COVER + COVER + 60, 2 * (64 - COVER)),
+        (["--matrices"], 64 + 64 + 60, 0),
+    ],
+    ids=["all", "fast", "matrices"],
+)
+def test_only_marked_matrices_are_thinned(pytester, arguments, passed, left_out):
+    pytester.makeini("[pytest]\nmarkers =\n    pairwise\n    slow")
+    pytester.makeconftest(HOOKS)
+    pytester.makepyfile(MATRICES)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
+    result.assert_outcomes(passed=passed, deselected=left_out)
 
 
 def test_listed_tests_exist():

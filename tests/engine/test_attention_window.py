@@ -62,6 +62,7 @@ def limited(request, checkpoint_factory):
     return directory, (window, sinks), [masked_greedy(model, p, window, sinks) for p in make_prompts()]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_tokens_equal_a_masked_model(limited, runner, schedule):

@@ -38,6 +38,7 @@ def pooled(hidden: np.ndarray, kind: str) -> np.ndarray:
     return {"mean": hidden.mean(0), "last": hidden[-1], "cls": hidden[0], "max": hidden.max(0)}[kind]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["last", "mean", "cls", "max"])
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])

@@ -68,6 +68,7 @@ def model(request, checkpoint_factory):
     return directory, greedy(directory, make_prompts(), MAX_TOKENS)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_tokens_equal_transformers(model, schedule, runner):

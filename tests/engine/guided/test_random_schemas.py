@@ -22,7 +22,7 @@ from neso.generation import (
     SamplingParams,
 )
 
-FEW, MANY = 300, 2000
+FEW, MANY = 300, 1000
 BATCH = 32
 
 

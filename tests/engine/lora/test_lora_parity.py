@@ -60,6 +60,7 @@ def model(request, checkpoint_factory, tmp_path_factory):
     return base, paths, expected
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_tokens_equal_peft(model, schedule, runner):
