@@ -13,6 +13,7 @@ is written next can only be shared by a fork; it is copied before the first writ
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -122,8 +123,8 @@ class KVCacheManager:
             outside = self._window.blocks_outside_window(sequence.num_computed_tokens, self.block_size)
         sequence.num_window_freed_blocks = outside.stop if outside else 0
         wanted = [cached for i, cached in enumerate(found) if i not in outside]
-        sequence.block_table = self._acquire(wanted)
-        sequence.block_table[outside.start : outside.start] = [NO_BLOCK] * len(outside)
+        sequence.block_table = array("i", self._acquire(wanted))
+        sequence.block_table[outside.start : outside.start] = array("i", [NO_BLOCK]) * len(outside)
         self._retain(sequence, range(len(found)))
 
     def _affordable(self, found: list[CachedBlock]) -> list[CachedBlock]:
@@ -176,7 +177,7 @@ class KVCacheManager:
         for block in _blocks(parent):
             self.pool.share(block)
         self.free(child)
-        child.block_table = list(parent.block_table)
+        child.block_table = parent.block_table[:]
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_cached_blocks = parent.num_cached_blocks
         child.num_window_freed_blocks = parent.num_window_freed_blocks
@@ -215,7 +216,7 @@ class KVCacheManager:
         """Release all blocks, last first, so that ends of prefixes are reused before their beginnings. Idempotent."""
         for block in reversed(_blocks(sequence)):
             self.pool.release(block, content_cached=block in self.prefix_cache)
-        sequence.block_table = []
+        sequence.block_table = array("i")
         sequence.num_computed_tokens = 0
         sequence.num_cached_blocks = 0
         sequence.num_window_freed_blocks = 0
@@ -308,7 +309,7 @@ class KVCacheManager:
         return source, target
 
 
-def _blocks(sequence: Sequence) -> list[int]:
+def _blocks(sequence: Sequence) -> list[int] | array[int]:
     """Return the blocks of a sequence, in order."""
     if not sequence.num_window_freed_blocks:
         return sequence.block_table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -58,7 +59,8 @@ class Sequence:
     - arrival, rank: scheduling order, see `WaitingQueue`
     - max_tokens: upper limit of prompt and output tokens
     - forks_pending: further sequences of the request (n > 1) that fork from this one when its prompt is computed
-    - block_table: blocks in order of position; NO_BLOCK for those counted by `num_window_freed_blocks` (sinks stay)
+    - block_table: blocks in order of position, int32; NO_BLOCK for those counted by `num_window_freed_blocks` (sinks
+      stay)
     - num_cached_blocks: number of blocks registered in the prefix cache; cache_parent: cache node of the last of them;
       prefix_match: cached blocks found for a waiting sequence
     - num_cached_tokens: prompt tokens found in the prefix cache when the sequence first ran
@@ -87,7 +89,7 @@ class Sequence:
     index: int = 0
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_table: array[int] = field(default_factory=lambda: array("i"))
     status: SequenceStatus = SequenceStatus.WAITING
     forks_pending: int = 0
     num_cached_tokens: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -168,9 +169,12 @@ class Step:
         )
 
 
-def padded_block_tables(block_tables: list[list[int]]) -> Int32Array:
+def padded_block_tables(block_tables: list[array[int]]) -> Int32Array:
     """Return `StepPlan.block_tables`."""
-    padded = np.full((len(block_tables), max(map(len, block_tables))), -1, np.int32)
-    for row, table in zip(padded, block_tables, strict=True):
-        row[: len(table)] = table
+    width = max(map(len, block_tables))
+    padded = np.full((len(block_tables), width), -1, np.int32)
+    # A slice of a memoryview copies an array of ints without objects for its elements.
+    entries = padded.reshape(-1).data
+    for start, table in zip(range(0, padded.size, width), block_tables, strict=True):
+        entries[start : start + len(table)] = table
     return padded

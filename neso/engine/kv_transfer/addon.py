@@ -170,9 +170,8 @@ class KvTransfer(Addon):
             sequence, export = scheduled.sequence, scheduled.sequence.addons[self]
             if not isinstance(export, Export) or sequence.released:
                 continue
-            blocks = sequence.block_table[
-                : min(sequence.num_computed_tokens, export.num_tokens) // scheduler.kv.block_size
-            ]
+            num_full = min(sequence.num_computed_tokens, export.num_tokens) // scheduler.kv.block_size
+            blocks = sequence.block_table[:num_full].tolist()
             if blocks and not export.digest:
                 export.digest = prefix_digest(_identity(sequence), sequence.cache_tokens[: export.num_tokens])
             epochs = scheduler.kv.pool.epochs

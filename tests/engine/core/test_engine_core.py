@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import fields
 from typing import Any
 
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from neso.engine.addons.registry import PLAN_PARTS
 from neso.engine.core.prefix_cache import PrefixCache
 from neso.engine.core.request import SequenceOutput
+from neso.engine.core.sequence import NO_BLOCK
+from neso.engine.core.step import padded_block_tables
 from neso.engine.core.step_plan import PlanPart, StepPlan
 from neso.generation import FinishReason
 
@@ -235,6 +238,14 @@ def test_prompt_logprobs_are_output_once_across_chunks_and_preemption():
             if output.request_id == "scored":
                 entries += output.prompt_logprobs
     assert [entry.token_id for entry in entries] == prompt[1:]
+
+
+def test_block_tables_are_padded_to_the_longest():
+    tables = [array("i", table) for table in ([7, 8], [], [1, NO_BLOCK, 3, 2**31 - 1])]
+    expected = [[7, 8, -1, -1], [-1] * 4, [1, NO_BLOCK, 3, 2**31 - 1]]
+    padded = padded_block_tables(tables)
+    assert padded.dtype == np.int32
+    assert padded.tolist() == expected
 
 
 def test_step_plan_serialization_round_trip(tmp_path):
