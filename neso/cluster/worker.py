@@ -339,13 +339,13 @@ class Worker:
         if self._draining:
             return Credits(grants=num_grants)
         running = self._running.values()
-        info, scheduler = self._info, self._options.config.scheduler
+        info = self._info
         prefilling = [one.cost for one in running if not one.started]
         free_blocks = self._stats.num_blocks - self._stats.num_used_blocks
         return Credits(
             sequences=info.max_num_seqs - sum(len(one.open) + one.hidden for one in running),
             blocks=free_blocks - sum(cost.blocks for cost in prefilling),
-            prefill_tokens=PREFILL_STEPS * scheduler.max_num_batched_tokens
+            prefill_tokens=PREFILL_STEPS * info.max_num_batched_tokens
             - sum(cost.prefill_tokens for cost in prefilling),
             grants=num_grants,
             idle=not self._running,

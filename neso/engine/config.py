@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from neso.engine.cluster_config import ClusterConfig
-from neso.engine.core.scheduler_config import SchedulerConfig
+from neso.engine.core.scheduler_config import SchedulerOptions
 from neso.engine.kv_transfer.config import KvTransferConfig
 from neso.engine.lora.config import LoraConfig
 from neso.engine.runners.runner_options import AttentionBackendName, DType, Quantization, RunnerOptions
@@ -153,7 +153,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, str],
         Meta(description="Logits processors by name: FILE.py:ATTRIBUTE, MODULE:ATTRIBUTE or entry point."),
     ] = {}
-    scheduler: SchedulerConfig = SchedulerConfig()
+    scheduler: SchedulerOptions = SchedulerOptions()
     lora: LoraConfig = LoraConfig()
     scores: ScoreLimits = ScoreLimits()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -227,7 +227,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _PARTS: dict[str, type[msgspec.Struct]] = {
-    "scheduler": SchedulerConfig,
+    "scheduler": SchedulerOptions,
     "speculation": SpeculationConfig,
     "lora": LoraConfig,
     "scores": ScoreLimits,

@@ -24,6 +24,8 @@ import yaml
 from rich.console import Console
 
 from neso.engine.config import EngineConfig, engine_options
+from neso.engine.core.scheduler_config import CPU_LIMITS, StepLimits
+from neso.engine.runners.registry import has_nvidia_gpu
 from neso.perf.client.generator import ENDS_SWEEP
 from neso.perf.compare import ratio_of
 from neso.perf.console import number
@@ -54,6 +56,12 @@ USUAL_SPACE: dict[str, tuple[Any, ...]] = {
     "block_size": (16, 32),
 }
 """Values that are tried by default, in this order; num_threads and quantization are added where they apply."""
+GPU_SPACE: dict[str, tuple[Any, ...]] = {
+    "max_num_batched_tokens": (2048, 4096, 8192, 16384),
+    "max_num_seqs": (64, 128, 256, 512, 1024),
+    "max_prefill_chunk": (512, 2048, 8192),
+}
+"""Values that replace those of `USUAL_SPACE` on a machine with a GPU."""
 START_SECONDS = 600.0
 """Maximum time until a server is ready."""
 _CONFIDENCE = 0.95
@@ -248,8 +256,15 @@ class _Search:
 def changed(settings: Settings, name: str, value: Any) -> Settings:
     """Return settings with another value of an option; options with their default value are left out."""
     rest = {other: kept for other, kept in settings.items() if other != name}
-    default = next((option.default for option in engine_options() if option.name == name), None)
+    default = _default(name)
     return rest if value == default and type(value) is type(default) else {**rest, name: value}
+
+
+def _default(name: str) -> Any:
+    """Return the default value of an engine option; None if it is unknown, as it depends on the GPU."""
+    if name in StepLimits._fields:
+        return None if has_nvidia_gpu() else getattr(CPU_LIMITS, name)
+    return next((option.default for option in engine_options() if option.name == name), None)
 
 
 def search_space(options: TuneOptions) -> dict[str, tuple[Any, ...]]:
@@ -264,7 +279,7 @@ def search_space(options: TuneOptions) -> dict[str, tuple[Any, ...]]:
                 raise PerfError(f"--space {text}: there is no engine option {name}")
             found[name] = tuple(yaml.safe_load(value) for value in values.split(","))
         return found
-    space = dict(USUAL_SPACE)
+    space = USUAL_SPACE | GPU_SPACE if has_nvidia_gpu() else dict(USUAL_SPACE)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if cores > 1:
         space["num_threads"] = tuple(sorted({max(1, cores // 4), max(1, cores // 2), cores}))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from neso.engine.config import EngineConfig
+from neso.engine.core.scheduler_config import CPU_LIMITS
 from neso.engine.errors import EngineError
 from neso.engine.load.cache_size import memory_report, num_cache_blocks, step_memory, step_size
-from neso.engine.runners.step_memory import StepMemory, StepTooLarge
+from neso.engine.runners.step_memory import StepMemory, StepSize, StepTooLarge
 
 NOTHING = StepMemory(0)
 
@@ -32,9 +33,13 @@ class Machine:
         return self.step
 
 
+def size_of(config: EngineConfig, max_model_len: int = 100) -> StepSize:
+    return step_size(config.scheduler.resolve(CPU_LIMITS), config.speculation.max_draft_tokens, max_model_len)
+
+
 def blocks(max_model_len: int = 10_000, *, needed: StepMemory = NOTHING, **options) -> int:
     config = EngineConfig.from_options("model", options)
-    return num_cache_blocks(config, Machine(), step_size(config, max_model_len), needed)  # type: ignore[arg-type]
+    return num_cache_blocks(config, Machine(), size_of(config, max_model_len), needed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -105,13 +110,13 @@ def test_a_given_cache_must_leave_room_for_a_measured_step(options, name):
 
 
 def test_the_models_of_speculative_decoding_take_turns():
-    size = step_size(EngineConfig.from_options("model", {}), 100)
+    size = size_of(EngineConfig.from_options("model", {}))
     target, draft = StepMemory(100, graphs=7, measured=True), StepMemory(300, graphs=5, measured=True)
     assert step_memory(size, Machine(target), Machine(draft)) == StepMemory(300, graphs=12, measured=True)  # type: ignore[arg-type]
 
 
 def test_a_step_that_runs_out_of_memory_names_the_options_to_lower():
-    size = step_size(EngineConfig.from_options("model", {"max_num_seqs": 3}), 100)
+    size = size_of(EngineConfig.from_options("model", {"max_num_seqs": 3}))
     failing = Machine(StepTooLarge("CUDA out of memory. Tried to allocate 2.00 GiB"))
     with pytest.raises(
         EngineError, match=r"largest step does not fit.*max_num_seqs \(3\): CUDA out of memory"
@@ -130,11 +135,11 @@ def test_a_step_that_runs_out_of_memory_names_the_options_to_lower():
 )
 def test_every_draft_token_has_a_row_of_logits(speculation, rows):
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 100, **speculation}
-    assert step_size(EngineConfig.from_options("model", options), 50).num_rows == rows
+    assert size_of(EngineConfig.from_options("model", options)).num_rows == rows
 
 
 def test_the_report_names_what_takes_memory():
-    size = step_size(EngineConfig.from_options("model", {}), 100)
+    size = size_of(EngineConfig.from_options("model", {}))
     needed = StepMemory(step=3 << 29, graphs=300 << 20, measured=True)
     assert memory_report(size, needed, weights=15 << 30, cache=50 << 30, free=58 << 30) == (
         "memory: weights 15.0 GiB, largest step 1.5 GiB (measured: max_num_batched_tokens 1024, max_num_seqs 64), "

@@ -221,10 +221,15 @@ def test_tune_rejects_a_url_and_invalid_spaces(tmp_path):
         search_space(TuneOptions(space=("speed=1,2",)))
 
 
-def test_settings_leave_defaults_out():
+def test_settings_leave_defaults_out(monkeypatch):
+    monkeypatch.setattr(tune_module, "has_nvidia_gpu", lambda: False)
     assert changed({}, "max_num_seqs", 64) == {}
     assert changed({"max_num_seqs": 8, "block_size": 32}, "max_num_seqs", 64) == {"block_size": 32}
     assert changed({}, "enable_prefix_caching", False) == {"enable_prefix_caching": False}
+    assert 16384 not in search_space(TuneOptions())["max_num_batched_tokens"]
+    monkeypatch.setattr(tune_module, "has_nvidia_gpu", lambda: True)
+    assert changed({}, "max_num_seqs", 64) == {"max_num_seqs": 64}, "the default of the GPU is not known here"
+    assert 16384 in search_space(TuneOptions())["max_num_batched_tokens"]
     assert "quantization" not in search_space(TuneOptions())
     assert "quantization" in search_space(TuneOptions(allow_quantization=True))
 
@@ -251,9 +256,9 @@ def test_tune_measures_real_servers(tmp_path):
             extra_inputs=("temperature:0",),
         ),
         OutputOptions(artifact_dir=tmp_path, ui="none"),
-        TuneOptions(space=("max_num_batched_tokens=32,2048",), confirmations=1),
+        TuneOptions(space=("max_num_batched_tokens=0,2048",), confirmations=1),
     )
     assert [trial.error == "" for trial in result.trials] == [True, False, True]
-    assert "at least max_num_seqs" in result.trials[1].error
+    assert "max_num_batched_tokens must be at least 1" in result.trials[1].error
     runs = [trial.run for trial in result.trials if trial.run is not None]
     assert [(len(run), run.errors) for run in runs] == [(20, {})] * 2

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from neso.backends.option_files import resolve_generation_config, resolve_processors, resolve_relative
 from neso.backends.tensorrtllm.parameters import BY_NAME, DECODING_MODES, is_unset
 from neso.engine.config import EngineConfig
-from neso.engine.core.scheduler_config import SchedulerConfig
+from neso.engine.core.scheduler_config import CPU_LIMITS
 from neso.engine.runners.registry import has_nvidia_gpu
 from neso.engine.spec_decode.medusa import has_medusa_heads
 from neso.engine.weights.hub import ModelNotFound, resolve_model
@@ -165,16 +165,14 @@ class _Reader:
 
     def _limits(self) -> Mapping[str, int]:
         """Return the scheduler limits. Defaults allow `max_batch_size` sequences with one token each per step."""
-        defaults = SchedulerConfig()
         options = {name: self._number(name) for name in _LIMITS & self._options.keys()}
         widest = max(int(self._config.max_batch_size), self._values.get("max_beam_width", 1))
-        sequences = options.get("max_num_seqs", max(defaults.max_num_seqs, widest))
-        tokens = options.get("max_num_batched_tokens", max(defaults.max_num_batched_tokens, sequences))
-        if "max_num_batched_tokens" in options and "max_num_seqs" not in options:
-            sequences = min(sequences, tokens)  # each running sequence has a token in every step
-        limits = {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
+        limits = {}
+        if widest > CPU_LIMITS.max_num_seqs:  # lower ones are within the default of every device
+            # Each running sequence has a token in every step.
+            limits["max_num_seqs"] = min(widest, options.get("max_num_batched_tokens", widest))
         if self._values.get("enable_chunked_context") is False:
-            limits["max_prefill_chunk"] = tokens
+            limits["max_prefill_chunk"] = _WHOLE_PROMPT
         queue = self._config.dynamic_batching.default_queue_policy.max_queue_size
         return {**limits, "max_queue_size": queue} if queue else limits
 
@@ -219,6 +217,8 @@ class _Reader:
 
 
 _LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})
+_WHOLE_PROMPT = 1 << 30
+"""A `max_prefill_chunk` that is always above the token budget of a step."""
 
 
 EXPECTED_MODEL = (

@@ -32,8 +32,6 @@ from neso.generation import (
     PoolingRequest,
 )
 
-QUEUED_STEPS = 2
-"""An engine gets prompts for this many steps in advance, so that it never waits for the group."""
 _MAX_SOURCES = 10_000
 
 
@@ -57,7 +55,6 @@ class EngineGroup(AsyncRequests):
         ]
         scheduler = config.scheduler
         self._queue = WaitingQueue(scheduler.max_queue_size, scheduler.priority_ageing_seconds)
-        self._max_prefill_tokens = QUEUED_STEPS * scheduler.max_num_batched_tokens
         self._requests: dict[str, GroupRequest] = {}
         self._waiting: dict[int, GroupRequest] = {}  # by the id of the entry in the queue
         self._num_queued = 0
@@ -186,9 +183,7 @@ class EngineGroup(AsyncRequests):
 
     def _engine_for(self, request: GroupRequest) -> EngineLoad | None:
         """Return the engine for a request; None if no engine has room."""
-        engines = [
-            load for load in self._candidates(request) if load.has_room(request, self._max_prefill_tokens)
-        ]
+        engines = [load for load in self._candidates(request) if load.has_room(request)]
         return self.choose(request, engines) if engines else None
 
     def _candidates(self, request: GroupRequest) -> Sequence[EngineLoad]:
@@ -427,7 +422,7 @@ async def _ignoring_errors(change: Awaitable[None]) -> None:
 
 
 def sum_info(infos: Sequence[EngineInfo]) -> EngineInfo:
-    """Return the properties of a model; the sizes are sums over its engines."""
+    """Return the properties of a model; the sizes are sums over its engines, except the token budget of a step."""
     if len(infos) == 1:
         return infos[0]
     return msgspec.structs.replace(

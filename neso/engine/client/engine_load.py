@@ -24,6 +24,8 @@ SEQUENCE_COST = 32
 """A sequence in flight counts as this many prompt tokens in the comparison of engines."""
 ADAPTER_COST = 64
 """An adapter that an engine does not run at present counts as this many prompt tokens."""
+QUEUED_STEPS = 2
+"""An engine gets prompts for this many steps in advance, so that it never waits for the group."""
 _MAX_PREFIXES = 10_000
 _additions = count(1)
 
@@ -132,13 +134,15 @@ class EngineLoad(Load):
         self.number, self.engine = number, engine
         self.missed: list[LoraRequest | str] = []
 
-    def has_room(self, request: RoutedRequest, max_prefill_tokens: int) -> bool:
+    def has_room(self, request: RoutedRequest) -> bool:
         """Whether the request could start in one of the next steps."""
         if not self.engine.alive:
             return False
         if not self.num_sequences:
             return True
-        slots = self.engine.info.max_num_seqs - self.num_sequences
+        info = self.engine.info
+        slots = info.max_num_seqs - self.num_sequences
+        max_prefill_tokens = QUEUED_STEPS * info.max_num_batched_tokens
         return slots >= request.num_sequences and self.num_prefill_tokens < max_prefill_tokens
 
 

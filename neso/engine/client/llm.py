@@ -52,7 +52,7 @@ _PROMPT_FIELDS = (
 
 
 class LLM:
-    """An engine in this process. Options are those of `EngineConfig` and `SchedulerConfig`, by name.
+    """An engine in this process. Options are those of `EngineConfig` and `SchedulerOptions`, by name.
 
     >>> llm = LLM("path/to/checkpoint")
     >>> results = llm.generate(["Hello", "Hi"], SamplingParams(temperature=0, max_tokens=16))

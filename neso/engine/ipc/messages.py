@@ -8,6 +8,7 @@ import msgspec
 
 from neso.engine.core.prefix_keys import BlockChanges
 from neso.engine.core.request import EngineRequest, SequenceOutput
+from neso.engine.core.scheduler_config import CPU_LIMITS
 from neso.engine.core.stats import EngineStats
 from neso.engine.kv_transfer.format import KvFormat
 from neso.engine.lora.config import LoraConfig
@@ -140,6 +141,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     cache_bytes: int
     load_seconds: float
     capabilities: frozenset[Capability] = frozenset()
+    max_num_batched_tokens: int = CPU_LIMITS.max_num_batched_tokens
     hidden_size: int = 0
     enable_prefix_caching: bool = True
     in_flight_batching: bool = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from neso.engine.config import EngineConfig
+from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.errors import EngineError
 from neso.engine.runners.base import Runner
 from neso.engine.runners.step_memory import StepMemory, StepSize, StepTooLarge
@@ -12,10 +13,9 @@ from neso.engine.runners.step_memory import StepMemory, StepSize, StepTooLarge
 MIN_BLOCKS = 2
 
 
-def step_size(config: EngineConfig, max_model_len: int) -> StepSize:
+def step_size(scheduler: SchedulerConfig, max_draft_tokens: int, max_model_len: int) -> StepSize:
     """Return the size of the largest step that the scheduler makes."""
-    scheduler = config.scheduler
-    rows = scheduler.max_num_seqs * (1 + config.speculation.max_draft_tokens)
+    rows = scheduler.max_num_seqs * (1 + max_draft_tokens)
     return StepSize(
         num_tokens=scheduler.max_num_batched_tokens,
         num_sequences=scheduler.max_num_seqs,
@@ -79,7 +79,7 @@ def _num_cache_blocks(
     if config.num_blocks is not None:
         return _check_minimum(config.num_blocks, f"num_blocks is {config.num_blocks}")
     block_size, max_model_len = size.block_size, size.max_model_len
-    useful = config.scheduler.max_num_seqs * -(-max_model_len // block_size)
+    useful = size.num_sequences * -(-max_model_len // block_size)
     if config.max_tokens_in_paged_kv_cache is not None:
         tokens = config.max_tokens_in_paged_kv_cache
         useful = min(

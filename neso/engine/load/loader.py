@@ -14,6 +14,7 @@ import numpy as np
 
 from neso.engine.addons.registry import standard_addons
 from neso.engine.config import EngineConfig
+from neso.engine.core.scheduler_config import CPU_LIMITS
 from neso.engine.diagnostics.replay import StepRecorder
 from neso.engine.encoders.encoder_core import EncoderCore
 from neso.engine.encoders.text_encoder import TextEncoder
@@ -128,10 +129,11 @@ def load_engine(
     max_model_len = _max_model_len(config, runner.max_position)
     draft_runner = load_draft_runner(config, runner)
     weights = runner.device_memory()
-    size = step_size(config, max_model_len)
+    scheduler = config.scheduler.resolve(runner.default_limits)
+    size = step_size(scheduler, config.speculation.max_draft_tokens, max_model_len)
     needed = step_memory(size, runner, draft_runner, _blank_image(tower, images))
     num_blocks = num_cache_blocks(config, runner, size, needed, draft_runner)
-    block_size = config.scheduler.block_size
+    block_size = scheduler.block_size
     cache_bytes = num_blocks * bytes_per_block(block_size, runner, draft_runner)
     logger.info(memory_report(size, needed, weights, cache_bytes, runner.free_memory()))
     host_blocks = num_host_blocks(config, runner)
@@ -157,7 +159,7 @@ def load_engine(
     )
     shares = config.transfer.kv_transfer
     try:
-        core = EngineCore(runner, config.scheduler, num_blocks, addons, host_blocks, shares_cache=shares)
+        core = EngineCore(runner, scheduler, num_blocks, addons, host_blocks, shares_cache=shares)
     except OSError as error:
         raise EngineError(
             f"kv_transfer: no shared memory for a cache of {num_blocks} blocks: {error}"
@@ -171,7 +173,8 @@ def load_engine(
     info = EngineInfo(
         runner=type(runner).__name__,
         max_model_len=core.scheduler.kv.longest_sequence(max_model_len),
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
         vocab_size=runner.vocab_size,
         num_blocks=num_blocks,
         block_size=block_size,
@@ -179,8 +182,8 @@ def load_engine(
         load_seconds=time.perf_counter() - started,
         capabilities=runner.capabilities,
         hidden_size=runner.hidden_size,
-        enable_prefix_caching=config.scheduler.enable_prefix_caching,
-        in_flight_batching=config.scheduler.in_flight_batching,
+        enable_prefix_caching=scheduler.enable_prefix_caching,
+        in_flight_batching=scheduler.in_flight_batching,
         lora=LoraConfig() if lora is None else config.lora,
         scores=config.scores,
         generates=generates,
@@ -232,14 +235,17 @@ def _load_encoder(
     max_model_len = _max_model_len(config, longest)
     stack = layer_stack_class(config.runner)
     encoder = TextEncoder.load(spec, source, stack, config.runner_options)
-    core = EncoderCore(encoder, read_pooler(directory, default="mean"), config.scheduler)
+    # Not more on a GPU: batches are padded for attention there, so their memory depends on the longest text.
+    scheduler = config.scheduler.resolve(CPU_LIMITS)
+    core = EncoderCore(encoder, read_pooler(directory, default="mean"), scheduler)
     info = EngineInfo(
         runner=stack.__name__,
         max_model_len=max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
         vocab_size=spec.vocab_size,
         num_blocks=0,
-        block_size=config.scheduler.block_size,
+        block_size=scheduler.block_size,
         cache_bytes=0,
         load_seconds=time.perf_counter() - started,
         hidden_size=spec.hidden_size,

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.addons.registry import PLAN_PARTS
+from neso.engine.core.scheduler_config import StepLimits
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraAdapter
 from neso.engine.parallel.micro_batches import micro_batches
@@ -79,6 +80,10 @@ class RankedRunner(SpecRunner):
     @property
     def name(self) -> str:
         return self._own.name
+
+    @property
+    def default_limits(self) -> StepLimits:
+        return self._own.default_limits
 
     @property
     def share_of_free_memory(self) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.attention_window import AttentionWindow
+from neso.engine.core.scheduler_config import CPU_LIMITS, StepLimits
 from neso.engine.host_resources import available_memory
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
 from neso.engine.runners.shared_cache import CacheFormat, SharedCache
@@ -163,6 +164,11 @@ class Runner(ABC):
     @abstractmethod
     def cache_bytes_per_block(self, block_size: int) -> int:
         """Return the size in bytes of one KV cache block in all layers."""
+
+    @property
+    def default_limits(self) -> StepLimits:
+        """Limits of a step that the options do not set."""
+        return CPU_LIMITS
 
     @property
     def share_of_free_memory(self) -> float:

@@ -16,6 +16,7 @@ from trtllm_repository import write_model
 from neso.backends.tensorrtllm.parameters import BY_NAME, PARAMETERS
 from neso.backends.tensorrtllm.settings import read_settings
 from neso.engine.config import EngineConfig
+from neso.engine.core.scheduler_config import CPU_LIMITS, gpu_limits
 from neso.engine.load.build import build_engine
 from neso.engine.runners.runner_options import RunnerOptions
 from neso.server.errors import InvalidArgument
@@ -65,7 +66,7 @@ def test_parameters_become_engine_options(read):
     assert (engine.max_attention_window_size, engine.sink_token_length) == (64, 4)
     assert not engine.scheduler.enable_prefix_caching and not engine.scheduler.enable_overlap
     assert (engine.scheduler.max_num_batched_tokens, engine.scheduler.max_queue_size) == (256, 9)
-    assert engine.scheduler.max_prefill_chunk == 512
+    assert engine.scheduler.max_prefill_chunk is None
     assert engine.lora.largest_rank == 16 and engine.lora.lora_cache_host_memory_bytes == 1000
 
 
@@ -81,15 +82,24 @@ def test_legacy_spelling_and_static_batching(read):
 
 
 def test_disabled_chunked_context(read):
-    scheduler = read(enable_chunked_context="false", max_num_tokens=800).engine.scheduler
+    scheduler = read(enable_chunked_context="false", max_num_tokens=800).engine.scheduler.resolve(CPU_LIMITS)
     assert scheduler.max_prefill_chunk == scheduler.max_num_batched_tokens == 800
+    scheduler = read(enable_chunked_context="false").engine.scheduler.resolve(
+        gpu_limits("NVIDIA H100", 80 << 30)
+    )
+    assert scheduler.max_prefill_chunk == scheduler.max_num_batched_tokens == 8192
 
 
 def test_max_num_seqs_covers_max_batch_size(read):
-    scheduler = read(max_batch_size=2048).engine.scheduler
-    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (2048, 2048)
-    assert read(max_num_tokens=32).engine.scheduler.max_num_seqs == 32
-    assert read(max_num_seqs=3).engine.scheduler.max_num_seqs == 3
+    def limits(**parameters):
+        scheduler = read(**parameters).engine.scheduler.resolve(CPU_LIMITS)
+        return scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+
+    assert limits(max_batch_size=2048) == (2048, 2048)
+    assert limits(max_batch_size=64) == (64, 1024)
+    assert limits(max_batch_size=100, max_num_tokens=80) == (80, 80)
+    assert limits(max_num_tokens=32) == (32, 32)
+    assert limits(max_num_seqs=3) == (3, 1024)
 
 
 def test_max_queue_size_of_dynamic_batching(read, tmp_path):

@@ -17,6 +17,7 @@ from neso.engine.client.output_processor import RequestState
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler import Scheduler
+from neso.engine.core.scheduler_config import CPU_LIMITS
 from neso.engine.core.step import Step
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.text.tokenizer import NO_TOKENIZER
@@ -32,10 +33,12 @@ class SimulatedEngine:
     """An engine that schedules steps and keeps a prefix cache, but computes nothing."""
 
     def __init__(self, simulation: Simulation, config: EngineConfig, num_blocks: int) -> None:
-        slots = config.scheduler.max_num_seqs
-        self.info = EngineInfo("native", 8192, slots, num_blocks * BLOCK, num_blocks, BLOCK, 2**20, 0.1)
+        scheduler = config.scheduler.resolve(CPU_LIMITS)
+        self.info = EngineInfo(
+            "native", 8192, scheduler.max_num_seqs, num_blocks * BLOCK, num_blocks, BLOCK, 2**20, 0.1
+        )
         self.alive = True
-        self.scheduler = Scheduler(config.scheduler, num_blocks)
+        self.scheduler = Scheduler(scheduler, num_blocks)
         self._simulation = simulation
         self._deliver: dict[str, Callable[[Any], object]] = {}
         self._busy = False

@@ -28,7 +28,7 @@ from neso.generation import (
 )
 
 BLOCK = 16
-INFO = EngineInfo("native", 4096, 4, 384, 64, BLOCK, 2**20, 0.1)
+INFO = EngineInfo("native", 4096, 4, 384, 64, BLOCK, 2**20, 0.1, max_num_batched_tokens=64)
 
 
 class StandIn:
@@ -227,7 +227,7 @@ async def test_request_with_several_sequences_waits_for_enough_slots():
 
 
 async def test_engine_gets_prompts_for_few_steps_in_advance():
-    client = Client(max_num_batched_tokens=64, max_num_seqs=4)
+    client = Client()
     for number in range(6):
         client.submit(f"r{number}", prompt(number, 100))
     assert [len(engine.running) for engine in client.engines] == [2, 2]

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from neso.engine.core.scheduler_config import StepLimits, gpu_limits
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.host_resources import available_cores
 from neso.engine.runners.base import CacheLayout, Capability, Logits, Runner
@@ -127,6 +128,13 @@ class DeviceRunner(Runner):
 
     def cache_bytes_per_block(self, block_size: int) -> int:
         return bytes_per_block(self.heads, block_size, self.dtype)
+
+    @property
+    def default_limits(self) -> StepLimits:
+        if self.device.type != "cuda":
+            return super().default_limits
+        properties = torch.cuda.get_device_properties(self.device)
+        return gpu_limits(properties.name, properties.total_memory)
 
     @property
     def share_of_free_memory(self) -> float:
