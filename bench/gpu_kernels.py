@@ -36,10 +36,12 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraPlan
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.runner_options import RunnerOptions
+from neso.engine.runners.torch.linears import ExpertMatrices
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.runners.torch.sampling import sampling_parameters
 from neso.engine.runners.torch.triton_operations import TritonOperations, round_rows
 from neso.engine.runners.torch.triton_sampling import sample
+from neso.engine.runners.torch.weights import Experts
 from neso.engine.sampling.token_sampling import SamplingBatch
 from neso.engine.spec_decode.draft import NO_SLOT_COPIES, DraftTreePlan
 from neso.engine.specs.registry import decoder_spec
@@ -89,6 +91,19 @@ MODELS = {
         attn_logit_softcapping=50.0,
         final_logit_softcapping=30.0,
         hidden_activation="gelu_pytorch_tanh",
+    ),
+    "Mixtral 8x7B": _model("MixtralForCausalLM", "mixtral", 4096, 32, 8, num_local_experts=8),
+    "Qwen 3 30B A3B": _model(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        2048,
+        32,
+        4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=128,
+        norm_topk_prob=True,
     ),
 }
 
@@ -219,22 +234,35 @@ def random_steps(count: int) -> list[StepPlan]:
 
 def compile_model(compiling: CompilingDriver, config: dict[str, Any], steps: int) -> int:
     """Compile the kernels of a model for the current device; return how many more variants random steps compiled."""
+    # Older GPUs do not multiply float8, so activations are not rounded there.
+    operations = TritonOperations(multiplies_float8=compiling.targets[compiling.device] >= 89)
     options = RunnerOptions("bfloat16", lora_slots=2, max_lora_rank=64)
     loaded = TorchRunner.load(decoder_spec(config), RandomWeights(config), options)
-    decoder = replace(loaded._decoder, operations=TritonOperations())
-    runner = TorchRunner(loaded.shard, decoder, loaded.device)
+    runner = TorchRunner(loaded.shard, replace(loaded._decoder, operations=operations), loaded.device)
     runner.allocate_cache(CacheLayout(64, BLOCK_SIZE))
     for plan in kinds_of_steps():
         runner.step(plan)
-    if compiling.targets[compiling.device] >= 89:
-        # Older GPUs do not multiply float8, so activations are not rounded there.
-        round_rows(torch.zeros(4, config["hidden_size"], dtype=torch.bfloat16))
+    for layer in loaded._decoder.weights.layers:
+        if isinstance(layer.mlp, Experts):
+            compile_float8_experts(operations, layer.mlp, config["hidden_size"])
+        elif operations.multiplies_float8:
+            round_rows(torch.zeros(4, config["hidden_size"], dtype=torch.bfloat16))
     for rows in (1, 7):
         compile_sampling(rows, config["vocab_size"])
     needed = len(compiling.kernels)
     for plan in random_steps(steps):
         runner.step(plan)
     return len(compiling.kernels) - needed
+
+
+def compile_float8_experts(operations: TritonOperations, experts: Experts, hidden: int) -> None:
+    """Compile the kernels of experts whose matrices are float8."""
+    gate_up, down = (
+        ExpertMatrices(part.values.to(torch.float8_e4m3fn), torch.ones(part.values.shape[:2]))
+        for part in (experts.gate_up, experts.down)
+    )
+    x, chosen = torch.zeros(4, hidden, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.int64)
+    operations.experts(x, Experts(experts.router, gate_up, down, None), chosen, torch.ones(4, 2), "silu")
 
 
 def compile_sampling(rows: int, vocab: int) -> None:

@@ -38,6 +38,7 @@ class Part:
 
 def parts(smoke: bool) -> list[Part]:
     pytest, llama, kernels = ("-m", "pytest", "-q", "-rs"), "bench/gpu_llama.py", "bench/gpu_kernels.py"
+    experts = "bench/gpu_experts.py"
     if smoke:
         return [
             Part("Tests", (*pytest, "tests/gpu/test_inprocess_gpu.py")),
@@ -48,6 +49,8 @@ def parts(smoke: bool) -> list[Part]:
         Part("Tests", (*pytest, "tests/gpu")),
         Part("Compiled kernels", (kernels, "--targets", "{}{}".format(*capability))),
         Part("Decode and prefill, bfloat16", (llama,)),
+        Part("Experts, bfloat16", (experts,)),
+        Part("Experts, float8", (experts, "--quantization", "fp8")),
     ]
     if capability >= MIN_FLOAT8:
         found.append(Part("Decode and prefill, float8", (llama, "--quantization", "fp8")))

@@ -83,10 +83,15 @@ class TestDeviceLogits(DeviceLogitsCases):
     pass
 
 
-@pytest.mark.parametrize(("kind", "atol"), [("float32", ATOL), ("bfloat16", 0.5)])
-def test_captured_decode_equals_uncaptured(checkpoint_factory: Factory, kind: str, atol: float) -> None:
+@pytest.mark.parametrize(
+    ("arch", "kind", "atol"),
+    [("qwen3", "float32", ATOL), ("qwen3", "bfloat16", 0.5), ("qwen2_moe", "float32", ATOL)],
+)
+def test_captured_decode_equals_uncaptured(
+    checkpoint_factory: Factory, arch: str, kind: str, atol: float
+) -> None:
     """Also when the graph is replayed with other sequences and blocks."""
-    directory = checkpoint_factory("qwen3")
+    directory = checkpoint_factory(arch)
     captured = with_operations(load_torch(directory, dtype=kind), KERNELS)
     uncaptured = with_operations(captured, KERNELS)
     builder = PlanBuilder(16, 256, seed=1)
@@ -152,7 +157,7 @@ def test_bfloat16_model_is_close_to_transformers(checkpoint_factory: Factory, qu
 PROMPT_LENGTHS = (1, 5, 16, 17, 60, 130)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen2_moe"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"max_prefill_chunk": 7}, {"num_blocks": 48, "block_size": 4}],

@@ -5,6 +5,7 @@ A subclass defines the fixtures `device` and `multiplied_dtype`. Expected values
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -16,7 +17,8 @@ from torch_cases import normal
 
 from neso.engine.runners.torch import triton_quantized as kernels
 from neso.engine.runners.torch.grouped_weights import GroupedWeights
-from neso.engine.runners.torch.linears import QuantizedLinear
+from neso.engine.runners.torch.linears import QuantizedExperts, QuantizedLinear
+from neso.engine.runners.torch.triton_experts import assign_tiles
 from neso.engine.weights.quantized import Float8Matrix, QuantizedMatrix, can_stack
 
 ROWS = (1, 20, kernels.MAX_PRODUCT_ROWS + 1)
@@ -38,9 +40,10 @@ class Integers:
     symmetric: bool = False
     permuted: bool = False
 
-    def make(self) -> list[QuantizedMatrix]:
-        rng = np.random.default_rng(0)
-        order = rng.permutation(self.inputs).astype(np.int32) if self.permuted else None
+    def make(self, seed: int = 0) -> list[QuantizedMatrix]:
+        rng = np.random.default_rng(seed)
+        # The same with any seed.
+        order = np.random.default_rng(0).permutation(self.inputs).astype(np.int32) if self.permuted else None
         groups = -(-self.inputs // self.group_size)
         parts = []
         for outputs in self.outputs:
@@ -70,11 +73,19 @@ FLOAT8 = {
     "blocks of 256 inputs": ((40, 300), (8, 256)),
 }
 
+EXPERTS = (
+    "4 bits, groups of 64, stacked",
+    "4 bits, act-order",
+    "8 bits, groups of 32, symmetric",
+    "blocks of 32 outputs and 64 inputs",
+)
+CHOSEN = torch.tensor([[2, 0], [0, 2], [2, 1], [2, 0]])
 
-def float8_matrix(name: str, outputs: int | None = None) -> Float8Matrix:
+
+def float8_matrix(name: str, outputs: int | None = None, seed: int = 1) -> Float8Matrix:
     (height, inputs), block = FLOAT8[name]
     outputs = outputs or height
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
     codes = (rng.standard_normal((outputs, inputs)) * 60).astype(ml_dtypes.float8_e4m3fn)
     grid = -(-outputs // block[0]), -(-inputs // block[1])
     return Float8Matrix(codes, rng.uniform(1e-4, 1e-3, grid).astype(np.float32), block)
@@ -122,6 +133,29 @@ class QuantizedProductCases:
         restored = kernels.dequantize(weights, torch.float32)
         np.testing.assert_allclose(restored.cpu().numpy(), dense, rtol=1e-6)
 
+    @pytest.mark.parametrize("name", EXPERTS)
+    def test_products_of_experts_equal_those_of_each(
+        self, device: torch.device, multiplied_dtype: torch.dtype, name: str
+    ) -> None:
+        """With a row for each token, then for each slot."""
+        experts: list[Sequence[QuantizedMatrix | Float8Matrix]] = [
+            [float8_matrix(name, seed=seed)] if name in FLOAT8 else INTEGERS[name].make(seed)
+            for seed in range(3)
+        ]
+        weights = GroupedWeights.load([part for parts in experts for part in parts], multiplied_dtype, device)
+        stacked = QuantizedExperts(weights, len(experts))
+        tiles = assign_tiles(CHOSEN.to(device), len(experts))
+        slots, inputs = CHOSEN.numel(), weights.inputs
+        for count in (len(CHOSEN), slots):
+            x = normal(count, inputs, dtype=multiplied_dtype)
+            found = x.new_empty(slots, stacked.outputs, device=device)
+            kernels.multiply_experts(x.to(device), weights, tiles, found)
+            for slot, expert in enumerate(CHOSEN.flatten().tolist()):
+                row = x[slot * count // slots][None]
+                dense = np.concatenate([part.dequantize() for part in experts[expert]])
+                assert_close(found[slot][None], row, dense, None)
+        assert_close(stacked[expert](row.to(device)), row, dense, None)
+
     def test_product_of_rounded_activations(self, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             pytest.skip("this GPU does not multiply e4m3")
@@ -143,6 +177,13 @@ class QuantizedProductCases:
         bias = normal(len(matrix.codes), seed=2)
         found = kernels.multiply(x.to(device), weights, bias.to(device), rounded=True)
         assert_close(found, found_codes * by_input, matrix.dequantize(), bias)
+        # Two experts with half of the outputs each; the rows of the second follow those of the first.
+        chosen = (torch.arange(20) >= 10).long()[:, None]
+        out = x.new_empty(20, 100, device=device)
+        kernels.multiply_experts(x.to(device), weights, assign_tiles(chosen.to(device), 2), out, rounded=True)
+        whole = kernels.multiply(x.to(device), weights, None, rounded=True)
+        expected = torch.cat([whole[:10, :100], whole[10:, 100:]])
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize("splits", [1, 3])
     def test_sums_of_splits(self, device: torch.device, monkeypatch: pytest.MonkeyPatch, splits: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 BENCH = Path(__file__).parents[3] / "bench" / "gpu_kernels.py"
-MODELS = ("Llama 3 8B", "Gemma 2 9B")
+MODELS = ("Llama 3 8B", "Gemma 2 9B", "Qwen 3 30B A3B")
 SMALLEST_SHARED_MEMORY = 99 * 1024
 """What a thread block may have on the GPUs with the least: compute capability 8.6, 8.9 and 12.0."""
 

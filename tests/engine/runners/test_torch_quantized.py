@@ -24,10 +24,16 @@ from neso.engine.parallel.sharding import shard_of
 from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch import triton_quantized
 from neso.engine.runners.torch.decoder import run_mlp
-from neso.engine.runners.torch.linears import DenseLinear, JoinedLinear, QuantizedLinear
+from neso.engine.runners.torch.linears import (
+    DenseLinear,
+    JoinedLinear,
+    QuantizedExperts,
+    QuantizedLinear,
+)
 from neso.engine.runners.torch.operations import PlainOperations
 from neso.engine.runners.torch.runner import TorchRunner
-from neso.engine.runners.torch.weights import DecoderWeights, WeightLoader
+from neso.engine.runners.torch.triton_operations import TritonOperations
+from neso.engine.runners.torch.weights import DecoderWeights, Experts, WeightLoader
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 
@@ -108,6 +114,24 @@ def test_checkpoint_gives_the_logits_of_dense_weights(
     found, expected = logits_of(with_weights(dense, weights)), logits_of(dense)
     np.testing.assert_allclose(found, expected, atol=ATOL)
     np.testing.assert_array_equal(found.argmax(axis=1), expected.argmax(axis=1))
+
+
+@pytest.mark.parametrize(("name", "stacked"), [("awq", True), ("gptq-act-order", False)])
+def test_experts_are_multiplied_together_unless_their_inputs_are_ordered(
+    checkpoint_factory: Factory, tmp_path: Path, name: str, stacked: bool
+) -> None:
+    """In act-order, each matrix of the test has its own order of the inputs, so the experts run one by one."""
+    source = checkpoint_factory("qwen3_moe", hidden_size=64, num_hidden_layers=1, moe_intermediate_size=32)
+    both = make_both(source, tmp_path, FORMATS[name])
+    dense, weights = load_torch(both[1], dtype="float32"), load_weights(both[0], dtype="float32")
+    mlp, expected = weights.layers[0].mlp, dense._decoder.weights.layers[0].mlp
+    assert isinstance(mlp, Experts) and mlp.stacked == stacked
+    assert isinstance(mlp.gate_up, QuantizedExperts) == stacked
+    x = normal(5, 64)
+    found = run_mlp(dense.spec, TritonOperations(), mlp, x)
+    torch.testing.assert_close(
+        found, run_mlp(dense.spec, PlainOperations(), expected, x), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("name", "bits"), [("gptq", 4 + 1), ("gptq-8", 8 + 1), ("fp8-blocks", 8 + 1)])

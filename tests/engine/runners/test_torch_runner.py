@@ -14,6 +14,7 @@ import torch
 from checkpoints import load_oracle, rewrite_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_cases import SPARSE
 from plan_builder import PlanBuilder, oracle_logits, random_tokens, run, run_in_chunks
 from random_draws import random_draws
 from safetensors.torch import load_file, save_file
@@ -36,15 +37,26 @@ from neso.engine.addons.image_positions import RotaryPlan
 from neso.engine.client.llm import LLM
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraPlan
-from neso.engine.runners.runner_options import UnsupportedOption
+from neso.engine.parallel.layout import RankLayout
+from neso.engine.parallel.sharding import shard_of
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.runners.torch import sampling, triton_sampling
 from neso.engine.runners.torch.decode_graphs import BATCH_SIZES, DecodeGraphs
+from neso.engine.runners.torch.decoder import run_mlp
 from neso.engine.runners.torch.encoder import TorchLayerStack
-from neso.engine.runners.torch.linears import DenseLinear, Float8Linear, Linear
+from neso.engine.runners.torch.linears import (
+    DenseLinear,
+    ExpertMatrices,
+    Float8Linear,
+    Linear,
+    stack_experts,
+)
+from neso.engine.runners.torch.operations import PlainOperations
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.runners.torch.step_inputs import AdapterRows, adapter_tiles, max_adapter_tiles
-from neso.engine.runners.torch.weights import MLP
+from neso.engine.runners.torch.weights import MLP, Experts, WeightLoader
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, SamplingBatch, choose
+from neso.engine.weights.checkpoint import Checkpoint
 from neso.generation import SamplingParams
 
 Factory = Callable[..., Path]
@@ -179,6 +191,61 @@ def test_mixed_step_with_kernels_equals_transformers(checkpoint_factory: Factory
         np.testing.assert_allclose(run(runner, builder.plan(advances)), np.concatenate(requested), atol=ATOL)
 
 
+class ExpertKernels(PlainOperations):
+    """Kernels for experts only: the interpreter is slow."""
+
+    def experts(self, *arguments: Any) -> torch.Tensor:
+        return KERNELS.experts(*arguments)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe dense layers"])
+def test_expert_kernels_equal_transformers(checkpoint_factory: Factory, name: str) -> None:
+    arch, overrides = SPARSE[name]
+    directory, tokens = checkpoint_factory(arch, **overrides), random_tokens(12)
+    runner, builder = with_operations(load_torch(directory, dtype="float32"), ExpertKernels()), PlanBuilder()
+    runner.allocate_cache(builder.layout)
+    found = run_in_chunks(runner, builder, tokens, [10, 1, 1])
+    np.testing.assert_allclose(found, oracle_logits(load_oracle(directory), tokens), atol=ATOL)
+
+
+@interpreted
+def test_expert_kernels_on_ranks_add_up_to_the_whole_layer(checkpoint_factory: Factory) -> None:
+    directory = checkpoint_factory("qwen2_moe", num_hidden_layers=1)
+    loaded = load_torch(directory, dtype="float32")
+    x = normal(6, loaded.spec.hidden_size)
+
+    def of_rank(layout: RankLayout) -> torch.Tensor:
+        shard = shard_of(loaded.spec, layout)
+        with Checkpoint(directory) as source:
+            weights = WeightLoader(shard, source, RunnerOptions(dtype="float32"), CPU).load()
+        return run_mlp(shard.spec, KERNELS, weights.layers[0].mlp, x)
+
+    expected = run_mlp(loaded.spec, PlainOperations(), loaded._decoder.weights.layers[0].mlp, x)
+    parts = [of_rank(RankLayout(rank, 2)) for rank in range(2)]
+    assert all(part.abs().max() > 0.01 for part in parts)
+    torch.testing.assert_close(parts[0] + parts[1], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_without_tokens_are_an_empty_sum() -> None:
+    matrices = ExpertMatrices(normal(3, 8, 4)), ExpertMatrices(normal(3, 4, 4))
+    experts = Experts(DenseLinear(normal(3, 4)), *matrices, None)
+    chosen, weights = torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2)
+    for operations in (KERNELS, PlainOperations()):
+        assert operations.experts(normal(0, 4), experts, chosen, weights, "silu").shape == (0, 4)
+
+
+def test_stacked_experts_are_dense_unless_all_are_float8() -> None:
+    dense, float8 = DenseLinear(normal(6, 4)), Float8Linear.quantized(normal(6, 4, seed=1))
+    mixed = stack_experts([dense, float8], torch.float32)
+    assert mixed.scales is None
+    assert torch.equal(mixed.values, torch.stack([dense.weight, float8.dequantized(torch.float32)]))
+    stacked = stack_experts([float8, float8], torch.float32)
+    assert stacked.values.dtype == torch.float8_e4m3fn
+    x = normal(3, 4, seed=2)
+    assert torch.equal(stacked[1](x), float8(x))
+
+
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
@@ -279,6 +346,38 @@ def test_stored_float8_equals_its_dequantized_weights(
         assert linear.codes.dtype == torch.float8_e4m3fn
     expected = logits_of(load_torch(dense, dtype="float32"), tokens)
     np.testing.assert_allclose(logits_of(runner, tokens), expected, atol=ATOL)
+
+
+@interpreted
+def test_stored_float8_experts_equal_their_dequantized_weights(
+    checkpoint_factory: Factory, tmp_path: Path
+) -> None:
+    stored, dense = quantized_like_fbgemm(checkpoint_factory("qwen2_moe", num_hidden_layers=1), tmp_path)
+    loaded, tokens = load_torch(stored, dtype="float32"), random_tokens(12)
+    assert [matrices.values.dtype for matrices in expert_matrices(loaded)] == [torch.float8_e4m3fn] * 2
+    expected = logits_of(load_torch(dense, dtype="float32"), tokens)
+    for operations in (PlainOperations(), ExpertKernels()):
+        found = logits_of(with_operations(loaded, operations), tokens)
+        np.testing.assert_allclose(found, expected, atol=ATOL)
+
+
+def expert_matrices(runner: TorchRunner) -> list[ExpertMatrices]:
+    found: list[ExpertMatrices] = []
+    for layer in runner._decoder.weights.layers:
+        assert isinstance(layer.mlp, Experts)
+        found += (layer.mlp.gate_up, layer.mlp.down)
+    return found
+
+
+def test_experts_are_quantized_to_float8(checkpoint_factory: Factory) -> None:
+    # All experts are chosen, because rounding may change which ones are.
+    directory = checkpoint_factory("olmoe", initializer_range=0.05, num_experts=3, num_experts_per_tok=3)
+    dense, tokens = load_torch(directory, dtype="float32"), random_tokens(40)
+    quantized = load_torch(directory, dtype="float32", quantization="fp8")
+    assert all(matrices.scales is not None for matrices in expert_matrices(quantized))
+    assert all(matrices.scales is None for matrices in expert_matrices(dense))
+    error = relative_error(logits_of(quantized, tokens), logits_of(dense, tokens))
+    assert 1e-3 < error < OF_FLOAT8 * 12**0.5
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int8_dynamic"])

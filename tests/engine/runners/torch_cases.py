@@ -30,12 +30,21 @@ from neso.engine.runners.torch.adapters import AdapterStack, Change
 from neso.engine.runners.torch.decode_graphs import DecodeGraphs
 from neso.engine.runners.torch.device_runner import DeviceLogits, LaunchedDeviceLogits
 from neso.engine.runners.torch.kv_cache import KVCache, LayerCache
-from neso.engine.runners.torch.linears import round_to_float8
+from neso.engine.runners.torch.linears import (
+    DenseLinear,
+    ExpertMatrices,
+    Float8Linear,
+    multiplies_float8,
+    round_to_float8,
+    stack_experts,
+)
 from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.runners.torch.sampling import choose as choose_on_device
 from neso.engine.runners.torch.step_inputs import AdapterRows, adapter_tiles, step_inputs
+from neso.engine.runners.torch.triton_experts import assign_tiles, multiply_tiles
 from neso.engine.runners.torch.triton_operations import TritonOperations, round_rows
+from neso.engine.runners.torch.weights import Experts
 from neso.engine.sampling.adjustments import LogitAdjustments
 from neso.engine.sampling.sampler import sampling_batch
 from neso.engine.sampling.state import SamplingState
@@ -165,6 +174,58 @@ def plan_of(case: Attention) -> StepPlan:
     return builder.plan([(tracked, new) for tracked, (_, new) in zip(sequences, case.sequences, strict=True)])
 
 
+@dataclass(frozen=True)
+class Routing:
+    """Experts of each token; their weights are random."""
+
+    chosen: Tensor
+    count: int = 5
+
+    @classmethod
+    def random(cls, tokens: int, top_k: int, count: int, seed: int = 0) -> Routing:
+        """Uneven: the first experts are the most probable ones."""
+        bias = -torch.arange(count) / 2
+        return cls((normal(tokens, count, seed=seed) + bias).topk(top_k).indices, count)
+
+
+ROUTING = {
+    "one token": Routing.random(1, 2, 5),
+    "more experts than slots": Routing.random(3, 2, 12),
+    "uneven": Routing.random(24, 3, 8),
+    "experts without rows": Routing(torch.tensor([[4, 1], [1, 4], [4, 1]])),
+    "a full tile and a row more": Routing(torch.tensor([[2]] * 65 + [[0]] * 2)),
+    "one expert": Routing(torch.zeros(7, 1, dtype=torch.int64), 1),
+}
+# Two products, each summed in another order and rounded, of numbers of up to about 4.
+EXPERTS = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 2**-9, "atol": 2**-8},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-5},
+}
+
+
+def random_experts(
+    count: int, dtype: torch.dtype, float8: bool, hidden: int = 70, width: int = 40
+) -> Experts:
+    def matrices(outputs: int, inputs: int, seed: int) -> ExpertMatrices:
+        values = (normal(count, outputs, inputs, seed=seed) / inputs**0.5).to(dtype)
+        linear = Float8Linear.quantized if float8 else DenseLinear
+        stacked = stack_experts([linear(value) for value in values], dtype)
+        assert isinstance(stacked, ExpertMatrices)
+        return stacked
+
+    gate_up, down = matrices(2 * width, hidden, 1), matrices(hidden, width, 2)
+    return Experts(DenseLinear(normal(count, hidden, dtype=dtype)), gate_up, down, None)
+
+
+def experts_on(device: torch.device, experts: Experts) -> Experts:
+    gate_up, down = (
+        ExpertMatrices(part.values.to(device), None if part.scales is None else part.scales.to(device))
+        for part in (experts.gate_up, experts.down)
+    )
+    return replace(experts, gate_up=gate_up, down=down)
+
+
 class KernelCases:
     """Every operation of `TritonOperations` equals that of `PlainOperations`."""
 
@@ -250,6 +311,67 @@ class KernelCases:
         assert ((found != requested) & compared).float().mean() < 1e-2
         step = torch.exp2(torch.frexp(scaled.abs().clamp(min=2**-6))[1].float() - 4)
         assert ((found - requested).abs() <= step)[compared].all()
+
+    @pytest.mark.parametrize(("name", "float8"), [*((name, False) for name in ROUTING), ("uneven", True)])
+    def test_experts(
+        self, device: torch.device, multiplied_dtype: torch.dtype, name: str, float8: bool
+    ) -> None:
+        routing, dtype = ROUTING[name], multiplied_dtype
+        x, experts = (
+            normal(len(routing.chosen), 70, dtype=dtype),
+            random_experts(routing.count, dtype, float8),
+        )
+        weights = normal(*routing.chosen.shape, seed=3).softmax(dim=-1)
+        found = KERNELS.experts(
+            x.to(device),
+            experts_on(device, experts),
+            routing.chosen.to(device),
+            weights.to(device),
+            "silu",
+        )
+        expected = PLAIN.experts(x, experts, routing.chosen, weights, "silu")
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.cpu(), expected, **EXPERTS[dtype])
+
+    def test_experts_with_rounded_inputs(self, device: torch.device) -> None:
+        """The products of e4m3 codes, on GPUs that multiply them; on others inputs are not rounded."""
+        if device != CPU and not multiplies_float8(device):
+            pytest.skip("this GPU does not multiply float8")
+        dtype, routing = torch.bfloat16, Routing.random(12, 2, 3)
+        experts = random_experts(3, dtype, float8=True, hidden=144, width=80)
+        x = normal(12, 144, dtype=dtype) * torch.logspace(-2, 2, 12)[:, None].to(dtype)
+        tiles = assign_tiles(routing.chosen.to(device), 3)
+        codes, scales = round_to_float8(x)
+        found = torch.empty(24, 160, dtype=dtype, device=device)
+        on_device = experts_on(device, experts)
+        multiply_tiles(codes.to(device), scales.to(device), on_device.gate_up, tiles, found)
+        rounded, chosen = codes.float() * scales, routing.chosen.flatten()
+        for slot, row in enumerate(found.cpu()):
+            expected = experts.gate_up[int(chosen[slot])](rounded[slot // 2][None])[0]
+            # Tensor cores may keep less than float32 of a sum.
+            assert (row - expected).norm() < 2**-8 * expected.norm()
+
+    def test_a_row_of_experts_does_not_depend_on_the_batch(self, device: torch.device) -> None:
+        # The first expert has two tiles.
+        dtype, routing = torch.float16, Routing(torch.tensor([[0, 1], [2, 0]] * 35), 3)
+        experts = random_experts(routing.count, dtype, False)
+        arguments = [
+            part.to(device)
+            for part in (
+                normal(70, 70, dtype=dtype),
+                routing.chosen,
+                normal(70, 2, seed=3).softmax(dim=-1),
+            )
+        ]
+        on_device = experts_on(device, experts)
+
+        def run_rows(rows: list[int]) -> Tensor:
+            x, chosen, weights = (part[rows] for part in arguments)
+            return KERNELS.experts(x, on_device, chosen, weights, "gelu_tanh")
+
+        together = run_rows(list(range(70)))
+        for rows in ([17], [69, 3], [*range(66, 70), *range(4, -1, -1)]):
+            assert torch.equal(run_rows(rows), together[rows])
 
     @pytest.mark.parametrize("name", ATTENTION)
     def test_attention(
@@ -388,6 +510,7 @@ def allocate(runner: TorchRunner, builder: PlanBuilder, *, graphs: bool) -> KVCa
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral window": ("mistral", {"sliding_window": 9, "num_hidden_layers": 2}),
     "qwen3 biases": ("qwen3", {"attention_bias": True, "num_hidden_layers": 2}),
+    "qwen2 experts": ("qwen2_moe", {"num_hidden_layers": 1}),
 }
 ATOL = 2e-4
 

@@ -54,21 +54,14 @@ def run_mlp(
 
 
 def _run_experts(spec: DecoderSpec, operations: Operations, weights: Experts, x: Tensor) -> Tensor:
-    """Run the experts, each on only the rows routed to it. Synchronizes with the host to read the row counts."""
+    """Run the `top_k` most probable experts of each row, and the shared expert."""
     experts = spec.experts
     assert experts is not None
     scores = weights.router(x).float()
     expert_weights, chosen = scores[:, : experts.count].softmax(dim=-1).topk(experts.top_k, dim=-1)
     if experts.normalized:
         expert_weights = expert_weights / expert_weights.sum(dim=-1, keepdim=True)
-    order = chosen.flatten().argsort(stable=True)
-    counts = torch.bincount(chosen.flatten(), minlength=experts.count).tolist()
-    results = x.new_empty(len(order), x.shape[1])
-    for expert, slots in enumerate(order.split(counts)):
-        if len(slots):
-            results[slots] = run_mlp(spec, operations, weights.experts[expert], x[slots // experts.top_k])
-    # Summed in the order of the weights, so that a row's result does not depend on the rest of the batch.
-    total = torch.einsum("tkh,tk->th", results.view(len(x), experts.top_k, -1).float(), expert_weights)
+    total = operations.experts(x, weights, chosen, expert_weights, spec.activation)
     if weights.shared is not None:
         shared = run_mlp(spec, operations, weights.shared, x).float()
         total += shared * scores[:, experts.count :].sigmoid() if experts.shared_gated else shared

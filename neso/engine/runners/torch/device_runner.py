@@ -20,6 +20,7 @@ from neso.engine.runners.step_memory import StepMemory, StepSize, StepTooLarge
 from neso.engine.runners.torch.attention import open_attention
 from neso.engine.runners.torch.device_memory import CudaMemory, DeviceMemory
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_block
+from neso.engine.runners.torch.linears import multiplies_float8
 from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.ranks import device_of_rank
 from neso.engine.runners.torch.sampling import apply_adjustments, choose, sample_and_score
@@ -55,7 +56,7 @@ def operations_for(device: torch.device, options: RunnerOptions) -> Operations:
         return PlainOperations()
     from neso.engine.runners.torch.triton_operations import TritonOperations
 
-    return TritonOperations(attention)
+    return TritonOperations(attention, multiplies_float8(device))
 
 
 def is_lost(device: torch.device) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
@@ -25,6 +25,7 @@ class GroupedWeights:
       byte has two codes of 4 bits: input i of the chunk in the low bits, input i + chunk / 2 in the high bits
     - scales, offsets: float16 or float32[groups, N]; without offsets: None
     - chunk: 32, 64 or 128 inputs; divides group_size
+    - The outputs of one chunk or group are contiguous; chunks and groups need not be adjacent
     - inputs: K; the codes are padded to whole chunks
     - input_order: int32[K]; column k of the codes belongs to input input_order[k]; None: not permuted
     """
@@ -42,6 +43,13 @@ class GroupedWeights:
     @property
     def outputs(self) -> int:
         return self.codes.shape[1]
+
+    def part(self, first: int, end: int) -> GroupedWeights:
+        """Return a view of some outputs."""
+        offsets = None if self.offsets is None else self.offsets[:, first:end]
+        return replace(
+            self, codes=self.codes[:, first:end], scales=self.scales[:, first:end], offsets=offsets
+        )
 
     @staticmethod
     def supports(matrix: Matrix) -> bool:
@@ -61,11 +69,13 @@ class GroupedWeights:
 
     @classmethod
     def _float8(cls, parts: list[Float8Matrix], device: torch.device) -> GroupedWeights:
-        codes = torch.cat([torch.tensor(part.codes.view(np.uint8)).to(device) for part in parts])
-        scales = np.concatenate([part.group_scales() for part in parts]).T
         chunk, (_, width) = _chunk(parts[0]), parts[0].block
+        codes = torch.cat(
+            [_in_chunks(torch.tensor(part.codes.view(np.uint8)).to(device), chunk) for part in parts], dim=1
+        )
+        scales = np.concatenate([part.group_scales() for part in parts]).T
         sent = torch.tensor(np.ascontiguousarray(scales)).to(device)
-        return cls("e4m3", _in_chunks(codes, chunk).contiguous(), sent, None, chunk, width, codes.shape[1])
+        return cls("e4m3", codes, sent, None, chunk, width, parts[0].shape[1])
 
     @classmethod
     def _integers(
@@ -84,20 +94,23 @@ class GroupedWeights:
             narrow = np.float32 if dtype == torch.float32 else np.float16
             return torch.tensor((values / np.float32(factor)).astype(narrow, order="C")).to(device)
 
-        codes = torch.cat([torch.tensor(part.codes).to(device) for part in parts])
         chunk = _chunk(first)
-        signed = _in_chunks(codes, chunk) ^ center
-        if first.bits == 4:
+
+        def packed(part: QuantizedMatrix) -> Tensor:
+            signed = _in_chunks(torch.tensor(part.codes).to(device), chunk) ^ center
+            if first.bits != 4:
+                return signed
             low, high = signed.chunk(2, dim=2)
-            signed = low | high << 4
+            return low | high << 4
+
         return cls(
             "int4" if first.bits == 4 else "int8",
-            signed.contiguous(),
+            torch.cat([packed(part) for part in parts], dim=1),
             send(scales),
             send(offsets) if offsets.any() else None,
             chunk,
             first.group_size,
-            codes.shape[1],
+            first.shape[1],
             factor,
             None if order is None else torch.tensor(order).to(device),
         )

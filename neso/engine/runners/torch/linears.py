@@ -60,6 +60,10 @@ class Float8Linear:
         codes, scales = round_to_float8(weight)
         return cls(codes, scales[:, 0], bias)
 
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight[outputs, inputs]."""
+        return (self.codes.float() * self.scales[:, None]).to(dtype)
+
 
 def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round x[rows, columns] to codes e4m3[rows, columns] and scales float32[rows, 1].
@@ -104,6 +108,70 @@ class JoinedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """values[experts, outputs, inputs]: dense, or e4m3 with scales float32[experts, outputs]."""
+
+    values: Tensor
+    scales: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def outputs(self) -> int:
+        return self.values.shape[1]
+
+    def __getitem__(self, expert: int) -> DenseLinear | Float8Linear:
+        if self.scales is None:
+            return DenseLinear(self.values[expert])
+        return Float8Linear(self.values[expert], self.scales[expert])
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedExperts:
+    """Weights whose outputs are those of `count` experts."""
+
+    weights: GroupedWeights
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def outputs(self) -> int:
+        return self.weights.outputs // self.count
+
+    def __getitem__(self, expert: int) -> QuantizedLinear:
+        return QuantizedLinear(self.weights.part(expert * self.outputs, (expert + 1) * self.outputs))
+
+
+ExpertLinears = ExpertMatrices | QuantizedExperts | Sequence[Linear]
+"""The product of each expert."""
+
+
+def stack_experts(linears: Sequence[Linear], dtype: torch.dtype) -> ExpertLinears:
+    """Stack the matrices of experts, which have no bias.
+
+    If some are dense, those in float8 become dense with this dtype. Quantized matrices are not stacked.
+    """
+    plain = [linear for linear in linears if isinstance(linear, DenseLinear | Float8Linear)]
+    float8 = [linear for linear in plain if isinstance(linear, Float8Linear)]
+    if len(plain) < len(linears):
+        return linears
+    if len(float8) == len(linears):
+        codes = torch.stack([linear.codes.view(torch.uint8) for linear in float8])
+        return ExpertMatrices(codes.view(FLOAT8), torch.stack([linear.scales for linear in float8]))
+    return ExpertMatrices(
+        torch.stack(
+            [
+                linear.weight if isinstance(linear, DenseLinear) else linear.dequantized(dtype)
+                for linear in plain
+            ]
+        )
+    )
 
 
 def multiplies_float8(device: torch.device) -> bool:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from neso.engine.runners.torch.adapters import AdapterStack
 from neso.engine.runners.torch.kv_cache import LayerCache
 from neso.engine.runners.torch.step_inputs import AdapterRows, StepInputs
+from neso.engine.runners.torch.weights import Experts
 from neso.engine.specs.decoder_spec import Activation
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -65,6 +66,35 @@ class Operations(Protocol):
 
     def adapt(self, x: Tensor, y: Tensor, stack: AdapterStack, rows: AdapterRows) -> None:
         """Add scale * (x A^T) B^T of each row's adapter to y, for x[T, inputs] and y[T, outputs], in place."""
+
+    def experts(
+        self, x: Tensor, experts: Experts, chosen: Tensor, weights: Tensor, activation: Activation
+    ) -> Tensor:
+        """Return the weighted sums float32[T, hidden] of the experts' MLPs for x[T, hidden], without the shared expert.
+
+        chosen int64[T, top_k] are the experts of each token, weights float32[T, top_k] their weights. The sums are in
+        the order of the weights, so that a row's result does not depend on the rest of the batch.
+        """
+
+
+def loop_over_experts(
+    operations: Operations,
+    x: Tensor,
+    experts: Experts,
+    chosen: Tensor,
+    weights: Tensor,
+    activation: Activation,
+) -> Tensor:
+    """See `Operations.experts`; synchronizes with the host to read the number of rows of each expert."""
+    tokens, top_k = chosen.shape
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=experts.count).tolist()
+    results = x.new_empty(len(order), x.shape[1])
+    for expert, slots in enumerate(order.split(counts)):
+        if len(slots):
+            inner = operations.gated(experts.gate_up[expert](x[slots // top_k]), activation)
+            results[slots] = experts.down[expert](inner)
+    return torch.einsum("tkh,tk->th", results.view(tokens, top_k, x.shape[1]).float(), weights)
 
 
 def rotate_pairs(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -140,6 +170,11 @@ class PlainOperations:
                 a, b = stack.a[slot, target, :rank], stack.b[slot, first : first + width, :rank]
                 y[:, first : first + width].index_add_(0, own, (x[own] @ a.T * scale) @ b.T)
                 first += width
+
+    def experts(
+        self, x: Tensor, experts: Experts, chosen: Tensor, weights: Tensor, activation: Activation
+    ) -> Tensor:
+        return loop_over_experts(self, x, experts, chosen, weights, activation)
 
 
 def _positions_and_mask(inputs: StepInputs, sequence: int, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,7 +28,7 @@ from neso.engine.runners.torch.device_runner import DeviceRunner, operations_for
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache
 from neso.engine.runners.torch.ranks import DeviceRanks, Ranks, SingleRank, UnconnectedRanks
 from neso.engine.runners.torch.step_inputs import choose_tile_queries, step_inputs
-from neso.engine.runners.torch.weights import WeightLoader
+from neso.engine.runners.torch.weights import Experts, WeightLoader
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.weights.source import TensorSource
 
@@ -117,8 +117,9 @@ class TorchRunner(DeviceRunner, SpecRunner):
 
     @property
     def _uses_graphs(self) -> bool:
-        # No graphs for experts, because the host must read the number of rows of each expert.
-        return self.device.type == "cuda" and self.spec.experts is None
+        # Without kernels for all experts of a layer, the host must read the number of rows of each.
+        mlps = (layer.mlp for layer in self._decoder.weights.layers)
+        return self.device.type == "cuda" and all(mlp.stacked for mlp in mlps if isinstance(mlp, Experts))
 
     def _capture(self, cache: KVCache, max_table_length: int) -> DecodeGraphs:
         # With the Triton kernel: attention of a library is planned on the host, which cannot be captured.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -9,9 +11,13 @@ from torch import Tensor
 
 from neso.engine.runners.torch.attention import Attention
 from neso.engine.runners.torch.kv_cache import LayerCache
-from neso.engine.runners.torch.operations import ACTIVATIONS
+from neso.engine.runners.torch.linears import ExpertMatrices, QuantizedExperts
+from neso.engine.runners.torch.operations import ACTIVATIONS, loop_over_experts
 from neso.engine.runners.torch.triton_adapters import adapt
 from neso.engine.runners.torch.triton_attention import paged_attention
+from neso.engine.runners.torch.triton_experts import assign_tiles, multiply_tiles, weighted_sum
+from neso.engine.runners.torch.triton_quantized import multiply_experts
+from neso.engine.runners.torch.weights import Experts
 from neso.engine.specs.decoder_spec import Activation
 
 
@@ -203,13 +209,15 @@ def rotate(heads: Tensor, positions: Tensor, cos_sin: Tensor, weight: Tensor | N
 
 
 class TritonOperations:
-    """See `Operations`. No kernel synchronizes with the host, so steps can be captured in CUDA graphs.
+    """See `Operations`. Steps can be captured in CUDA graphs, because nothing synchronizes with the host, except a loop
+    over experts that are not stacked.
 
-    `attention` may be that of a library, which cannot be captured.
+    - attention: may be that of a library, which cannot be captured
+    - multiplies_float8: the GPU multiplies e4m3, so the inputs of experts in float8 are rounded too
     """
 
-    def __init__(self, attention: Attention = paged_attention) -> None:
-        self.attention = attention
+    def __init__(self, attention: Attention = paged_attention, multiplies_float8: bool = False) -> None:
+        self.attention, self.multiplies_float8 = attention, multiplies_float8
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, None, weight, eps)
@@ -221,3 +229,27 @@ class TritonOperations:
     store = staticmethod(store)
     gated = staticmethod(gated)
     adapt = staticmethod(adapt)
+
+    def experts(
+        self, x: Tensor, experts: Experts, chosen: Tensor, weights: Tensor, activation: Activation
+    ) -> Tensor:
+        if not len(x):
+            return x.new_empty(x.shape, dtype=torch.float32)
+        gate_up, down = experts.gate_up, experts.down
+        if isinstance(gate_up, Sequence) or isinstance(down, Sequence):
+            return loop_over_experts(self, x, experts, chosen, weights, activation)
+        tiles, num_slots = assign_tiles(chosen, experts.count), chosen.numel()
+
+        def multiply(rows: Tensor, matrices: ExpertMatrices | QuantizedExperts) -> Tensor:
+            out = rows.new_empty(num_slots, matrices.outputs)
+            if isinstance(matrices, QuantizedExperts):
+                rounded = self.multiplies_float8 and matrices.weights.format == "e4m3"
+                multiply_experts(rows, matrices.weights, tiles, out, rounded)
+            elif matrices.scales is not None and self.multiplies_float8:
+                multiply_tiles(*round_rows(rows), matrices, tiles, out)
+            else:
+                multiply_tiles(rows, None, matrices, tiles, out)
+            return out
+
+        inner = gated(multiply(x, gate_up), activation)
+        return weighted_sum(multiply(inner, down), weights)

@@ -4,6 +4,9 @@ Codes are stored in chunks of inputs: a tile of a chunk is contiguous, and its i
 program multiplies a tile of rows by the codes of a chunk, and scales the product of the chunk, which is cheaper than to
 scale each weight. With few rows there are few tiles, so the chunks are split among programs, and a second kernel sums
 the parts.
+
+Experts are stored as one matrix with the outputs of all of them. A tile of rows of one expert is multiplied with its
+part; see `triton_experts`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from neso.engine.runners.torch.grouped_weights import GroupedWeights
+from neso.engine.runners.torch.triton_experts import TILE_SLOTS, Tiles
 
 MAX_PRODUCT_ROWS = 256
 """With more rows it is faster to dequantize the matrix once for a dense product."""
@@ -32,20 +36,25 @@ def _e4m3(bits, kind: tl.constexpr):
 # Not specialized, because the number of rows changes with every step.
 @triton.jit(do_not_specialize=["rows", "chunks", "chunks_per_group", "chunks_per_split"])
 def _multiply(
-    out,  # [rows, outputs]; or parts to be summed, float32[splits, rows, outputs]
+    out,  # [rows, outputs]; or parts to be summed, float32[splits, rows, outputs]; or of slots, [slots, outputs]
     x,  # [rows, inputs]
     x_scales,  # ROUNDED: float32[chunks, rows]
     codes,
     scales,
     offsets,
     bias,
+    slots,  # of experts; see `Tiles`
+    tile_experts,
+    num_tiles,
     factor,
     rows,
     inputs,
     outputs,
+    stride,  # outputs of all matrices that are stored together
     chunks,
     chunks_per_group,
     chunks_per_split,
+    SLOTS_PER_ROW: tl.constexpr,  # 0: no experts
     FORMAT: tl.constexpr,
     ROUNDED: tl.constexpr,
     OFFSETS: tl.constexpr,
@@ -54,9 +63,17 @@ def _multiply(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    split = tl.program_id(2)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile, split = tl.program_id(0), tl.program_id(2)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    if SLOTS_PER_ROW:
+        if tile >= tl.load(num_tiles):
+            return
+        out_row = tl.load(slots + tile * ROWS + tl.arange(0, ROWS))
+        row = out_row // SLOTS_PER_ROW
+        stored = tl.load(tile_experts + tile).to(tl.int64) * outputs + output
+    else:
+        out_row = tile * ROWS + tl.arange(0, ROWS)
+        row, stored = out_row, output
     row_exists, output_exists = row < rows, output < outputs
     x_row = x + row.to(tl.int64)[:, None] * inputs
     BYTES: tl.constexpr = CHUNK // 2 if FORMAT == "int4" else CHUNK
@@ -65,10 +82,10 @@ def _multiply(
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for chunk in range(split * chunks_per_split, tl.minimum((split + 1) * chunks_per_split, chunks)):
         wide_chunk = tl.cast(chunk, tl.int64)
-        place = wide_chunk * outputs * BYTES
+        place = wide_chunk * stride * BYTES
         # [BYTES, OUTPUTS]
         packed = tl.load(
-            codes + place + output[None, :] * BYTES + at[:, None], mask=output_exists[None, :], other=0
+            codes + place + stored[None, :] * BYTES + at[:, None], mask=output_exists[None, :], other=0
         )
         column = chunk * CHUNK + at
         low = tl.load(
@@ -88,14 +105,14 @@ def _multiply(
             product = tl.dot(low, packed.to(kind, bitcast=True))
         else:
             product = tl.dot(low, _e4m3(packed, kind), input_precision="ieee")
-        group = wide_chunk // chunks_per_group * outputs
-        scale = tl.load(scales + group + output, mask=output_exists, other=0.0).to(tl.float32)
+        group = wide_chunk // chunks_per_group * stride
+        scale = tl.load(scales + group + stored, mask=output_exists, other=0.0).to(tl.float32)
         if ROUNDED:
             x_scale = tl.load(x_scales + wide_chunk * rows + row, mask=row_exists, other=0.0)
             product = product * x_scale[:, None]
         total += product * scale[None, :]
         if OFFSETS:
-            offset = tl.load(offsets + group + output, mask=output_exists, other=0.0).to(tl.float32)
+            offset = tl.load(offsets + group + stored, mask=output_exists, other=0.0).to(tl.float32)
             summed = tl.sum(low.to(tl.float32), axis=1)
             if FORMAT == "int4":
                 summed += tl.sum(high.to(tl.float32), axis=1)
@@ -103,7 +120,7 @@ def _multiply(
     total = total * factor
     if BIAS:
         total += tl.load(bias + output, mask=output_exists, other=0.0).to(tl.float32)[None, :]
-    target = out + (split.to(tl.int64) * rows + row)[:, None] * outputs + output[None, :]
+    target = out + (split.to(tl.int64) * rows + out_row)[:, None] * outputs + output[None, :]
     tl.store(target, total, mask=row_exists[:, None] & output_exists[None, :])
 
 
@@ -129,6 +146,7 @@ def _dequantize(
     factor,
     inputs,
     outputs,
+    stride,
     chunks_per_group,
     FORMAT: tl.constexpr,
     OFFSETS: tl.constexpr,
@@ -140,10 +158,10 @@ def _dequantize(
     exists = output < outputs
     BYTES: tl.constexpr = CHUNK // 2 if FORMAT == "int4" else CHUNK
     at = tl.arange(0, BYTES)
-    place = chunk.to(tl.int64) * outputs * BYTES
+    place = chunk.to(tl.int64) * stride * BYTES
     # [OUTPUTS, BYTES]
     packed = tl.load(codes + place + output[:, None] * BYTES + at[None, :], mask=exists[:, None], other=0)
-    group = (chunk // chunks_per_group).to(tl.int64) * outputs
+    group = (chunk // chunks_per_group).to(tl.int64) * stride
     scale = tl.load(scales + group + output, mask=exists, other=0.0).to(tl.float32)[:, None]
     offset = tl.zeros([OUTPUTS, 1], tl.float32)
     if OFFSETS:
@@ -210,6 +228,7 @@ def dequantize(weights: GroupedWeights, dtype: torch.dtype) -> Tensor:
         _decoded_factor(weights),
         weights.inputs,
         outputs,
+        weights.scales.stride(0),
         weights.group_size // weights.chunk,
         FORMAT=weights.format,
         OFFSETS=weights.offsets is not None,
@@ -246,13 +265,16 @@ def multiply(x: Tensor, weights: GroupedWeights, bias: Tensor | None, rounded: b
         weights.scales,
         weights.scales if weights.offsets is None else weights.offsets,
         weights.scales if bias is None else bias,
+        *(weights.scales,) * 3,
         weights.factor if rounded else _decoded_factor(weights),
         rows,
         weights.inputs,
         outputs,
+        weights.scales.stride(0),
         chunks,
         weights.group_size // weights.chunk,
         chunks_per_split,
+        SLOTS_PER_ROW=0,
         FORMAT=weights.format,
         ROUNDED=rounded,
         OFFSETS=weights.offsets is not None,
@@ -276,6 +298,50 @@ def multiply(x: Tensor, weights: GroupedWeights, bias: Tensor | None, rounded: b
             num_warps=4,
         )
     return out
+
+
+def multiply_experts(
+    x: Tensor, weights: GroupedWeights, tiles: Tiles, out: Tensor, rounded: bool = False
+) -> None:
+    """Write the product of the row of each slot with the matrix of its expert to out[slots, outputs].
+
+    x[rows, inputs] has a row for each slot or for each token; the weights have the outputs of all experts. See
+    `multiply` for `rounded`.
+    """
+    x = x.contiguous() if weights.input_order is None else x.index_select(1, weights.input_order)
+    num_slots, outputs = out.shape
+    chunks = len(weights.codes)
+    codes, x_scales = round_chunks(x, weights.chunk) if rounded else (x, weights.scales)
+    _multiply[(len(tiles.experts), triton.cdiv(outputs, 64), 1)](
+        out,
+        codes,
+        x_scales,
+        weights.codes,
+        weights.scales,
+        weights.scales if weights.offsets is None else weights.offsets,
+        weights.scales,
+        tiles.slots,
+        tiles.experts,
+        tiles.count,
+        weights.factor if rounded else _decoded_factor(weights),
+        len(x),
+        weights.inputs,
+        outputs,
+        weights.scales.stride(0),
+        chunks,
+        weights.group_size // weights.chunk,
+        chunks,
+        SLOTS_PER_ROW=num_slots // len(x),
+        FORMAT=weights.format,
+        ROUNDED=rounded,
+        OFFSETS=weights.offsets is not None,
+        BIAS=False,
+        CHUNK=weights.chunk,
+        ROWS=TILE_SLOTS,
+        OUTPUTS=64,
+        num_warps=4,
+        num_stages=2,
+    )
 
 
 def _decoded_factor(weights: GroupedWeights) -> float:

@@ -18,10 +18,14 @@ from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.runners.torch.grouped_weights import GroupedWeights
 from neso.engine.runners.torch.linears import (
     DenseLinear,
+    ExpertLinears,
+    ExpertMatrices,
     Float8Linear,
     JoinedLinear,
     Linear,
+    QuantizedExperts,
     QuantizedLinear,
+    stack_experts,
 )
 from neso.engine.specs.decoder_spec import NORM_BIASES, NormRole, Role, model_shapes
 from neso.engine.weights.model_tensors import DecoderTensors
@@ -54,11 +58,26 @@ class MLP:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """router: one output per expert, then one for the shared expert's gate, if present."""
+    """Mixture of experts.
+
+    - router: one output per expert, then one for the shared expert's gate, if present
+    - gate_up, down: products of each expert
+    """
 
     router: Linear
-    experts: list[MLP]
+    gate_up: ExpertLinears
+    down: ExpertLinears
     shared: MLP | None
+
+    @property
+    def count(self) -> int:
+        return len(self.down)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether kernels can multiply the rows of all experts together."""
+        kinds = ExpertMatrices | QuantizedExperts
+        return isinstance(self.gate_up, kinds) and isinstance(self.down, kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +112,12 @@ def _choose_dtype(tensors: DecoderTensors, options: RunnerOptions) -> torch.dtyp
     return torch.bfloat16 if found is None else _DTYPES.get(found, torch.float32)
 
 
+_GATE_UP: tuple[Role, ...] = ("expert_gate", "expert_up")
+_DOWN: tuple[Role, ...] = ("expert_down",)
+
+
 class WeightLoader:
-    """Loads the weights of a shard onto a device one matrix at a time.
+    """Loads the weights of a shard onto a device one matrix, or the experts of one layer, at a time.
 
     keeps_codes: whether quantized matrices keep their codes, for kernels in Triton; by default on GPUs. Otherwise they
     are dequantized, except float8 with a scale per output or per matrix.
@@ -180,22 +203,26 @@ class WeightLoader:
             shared = MLP(
                 self._linear(layer, ("shared_gate", "shared_up")), self._linear(layer, ("shared_down",))
             )
-        made = [
-            MLP(
-                self._linear(layer, ("expert_gate", "expert_up"), expert=expert),
-                self._linear(layer, ("expert_down",), expert=expert),
-            )
-            for expert in range(experts.count)
-        ]
+        gate_up, down = (self._expert_linears(layer, roles, experts.count) for roles in (_GATE_UP, _DOWN))
         # Not quantized, because rounding errors of the router would send tokens to other experts.
-        return Experts(DenseLinear(router), made, shared)
+        return Experts(DenseLinear(router), gate_up, down, shared)
 
-    def _linear(
-        self, layer: int, roles: tuple[Role, ...], biases: tuple[Role, ...] = (), expert: int | None = None
-    ) -> Linear:
+    def _expert_linears(self, layer: int, roles: tuple[Role, ...], count: int) -> ExpertLinears:
+        experts = [
+            [self._quantized(self._tensors.matrix(role, layer, expert)) for role in roles]
+            for expert in range(count)
+        ]
+        parts = [part for expert in experts for part in expert]
+        if self._keeps_codes_of(parts):
+            return QuantizedExperts(GroupedWeights.load(parts, self.dtype, self._device), count)
+        return stack_experts([self._product(expert, None) for expert in experts], self.dtype)
+
+    def _linear(self, layer: int, roles: tuple[Role, ...], biases: tuple[Role, ...] = ()) -> Linear:
         """Return the product with the stacked matrices of these roles."""
         bias = torch.cat([self._vector(role, layer) for role in biases]) if biases else None
-        parts = [self._quantized(self._tensors.matrix(role, layer, expert)) for role in roles]
+        return self._product([self._quantized(self._tensors.matrix(role, layer)) for role in roles], bias)
+
+    def _product(self, parts: Sequence[Matrix], bias: Tensor | None) -> Linear:
         if not self._keeps_codes or all(isinstance(part, np.ndarray) for part in parts) or can_stack(parts):
             return self._stacked(parts, bias)
         part_biases = [None] * len(parts) if bias is None else bias.split([part.shape[0] for part in parts])
@@ -210,12 +237,20 @@ class WeightLoader:
         return quantize(matrix, self._scheme, self._threads)
 
     def _stacked(self, parts: Sequence[Matrix], bias: Tensor | None) -> Linear:
-        if all(isinstance(part, Float8Matrix) and part.output_scales() is not None for part in parts):
+        if _have_output_scales(parts):
             return self._stored_float8([part for part in parts if isinstance(part, Float8Matrix)], bias)
-        if self._keeps_codes and can_stack(parts) and GroupedWeights.supports(parts[0]):
+        if self._keeps_codes_of(parts):
             return QuantizedLinear(GroupedWeights.load(parts, self.dtype, self._device), bias)
         weight = torch.cat([self._dense(part) for part in parts])
         return Float8Linear.quantized(weight, bias) if self._to_float8 else DenseLinear(weight, bias)
+
+    def _keeps_codes_of(self, parts: Sequence[Matrix]) -> bool:
+        return (
+            self._keeps_codes
+            and not _have_output_scales(parts)
+            and can_stack(parts)
+            and GroupedWeights.supports(parts[0])
+        )
 
     def _stored_float8(self, parts: list[Float8Matrix], bias: Tensor | None) -> Float8Linear:
         codes = np.concatenate([part.codes.view(np.uint8) for part in parts])
@@ -238,3 +273,8 @@ class WeightLoader:
         bits = np.require(weights, requirements=["A", "C"]).view(np.dtype(f"i{weights.dtype.itemsize}"))
         # A copy, because the view of the file is read-only.
         return torch.tensor(bits).view(_DTYPES[weights.dtype]).to(self._device, self.dtype)
+
+
+def _have_output_scales(parts: Sequence[Matrix]) -> bool:
+    """Whether the matrices are float8 with a scale per output or per matrix."""
+    return all(isinstance(part, Float8Matrix) and part.output_scales() is not None for part in parts)
