@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from neso.engine.ipc.heartbeat import HeartbeatReader
 from neso.engine.ipc.messages import (
     ONE_PROCESS,
     Command,
+    EngineInfo,
     Event,
     Shutdown,
     Unsendable,
@@ -32,6 +34,8 @@ from neso.engine.ipc.messages import (
 )
 from neso.engine.parallel.launcher import launcher_sockets
 from neso.engine.placement import visible_devices
+
+logger = logging.getLogger(__name__)
 
 
 class EngineChannel:
@@ -112,6 +116,7 @@ class ProcessChannel(EngineChannel):
         socket.set_hwm(0)
         socket.bind(address)
         super().__init__(socket)
+        self._name = Path(config.model).name
         self._alive, child_end = os.pipe()
         os.set_blocking(self._alive, False)
         self._timeout = config.heartbeat_timeout
@@ -154,6 +159,13 @@ class ProcessChannel(EngineChannel):
         """Return a new address at which another client of the engine can listen."""
         self._num_clients += 1
         return f"ipc://{self._directory}/client-{self._num_clients}"
+
+    async def receive_first(self) -> Event:
+        event = await super().receive_first()
+        if isinstance(event, EngineInfo):
+            for line in event.load_log:
+                logger.info("engine of %s: %s", self._name, line)
+        return event
 
     def on_loaded(self) -> None:
         if self._timer is not None:

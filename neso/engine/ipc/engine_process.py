@@ -251,6 +251,35 @@ def run_engine(
         clients.close()
 
 
+class LoadLog(logging.Handler):
+    """Collects the information that is logged while a model is loaded, because only the server knows where logs go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno > logging.INFO:  # errors are shown at once, also if loading fails
+            assert logging.lastResort is not None
+            logging.lastResort.handle(record)
+        else:
+            self.lines.append(record.getMessage())
+
+
+def with_load_log(load: Callable[[], tuple[Core, EngineInfo]]) -> tuple[Core, EngineInfo]:
+    """Load a model in a process of its own; what is logged becomes `EngineInfo.load_log`."""
+    neso, log = logging.getLogger("neso"), LoadLog()
+    level = neso.level
+    neso.addHandler(log)
+    neso.setLevel(logging.INFO)
+    try:
+        core, info = load()
+    finally:
+        neso.setLevel(level)
+        neso.removeHandler(log)
+    return core, msgspec.structs.replace(info, load_log=tuple(log.lines))
+
+
 def main(address: str, heartbeat_fd: str, config_json: str) -> None:
     """Connect to the client and serve one model to it."""
     from neso.engine.load.loader import load_engine
@@ -270,7 +299,7 @@ def main(address: str, heartbeat_fd: str, config_json: str) -> None:
     try:
         run_engine(
             socket,
-            lambda: load_engine(config),
+            lambda: with_load_log(lambda: load_engine(config)),
             lambda core: StepWatchdog(core, config, on_hang=lambda: os._exit(HANG_STATUS)),
         )
     except DeviceLost:

@@ -130,6 +130,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     None if not supported. `default_sampling`: see `LanguageModel`.
     `logits_processors`: their names. `kv_address`: where other engines read blocks of the KV cache, empty if it exports
     none; `kv_format`: format of the blocks, None if it neither exports nor imports them.
+    `load_log`: what an engine process has logged while it loaded the model.
     """
 
     runner: str
@@ -155,6 +156,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     logits_processors: tuple[str, ...] = ()
     kv_address: str = ""
     kv_format: KvFormat | None = None
+    load_log: tuple[str, ...] = ()
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="failed"):

@@ -15,7 +15,7 @@ from msgspec import MsgspecError
 
 from neso.engine.diagnostics.watchdog import StepWatchdog
 from neso.engine.errors import EngineError
-from neso.engine.ipc.engine_process import run_engine
+from neso.engine.ipc.engine_process import run_engine, with_load_log
 from neso.engine.load.loader import load_engine, load_rank
 from neso.engine.parallel.handshake import HandshakeError
 from neso.engine.parallel.launched_rank import launched_rank
@@ -63,7 +63,7 @@ def _run_engine(session: RankSession) -> None:
     hang = TimeoutError(f"a step took more than {session.config.step_timeout:g} s (step_timeout)")
     run_engine(
         engine_socket,
-        lambda: load_engine(session.config, ranks=session),
+        lambda: with_load_log(lambda: load_engine(session.config, ranks=session)),
         lambda core: StepWatchdog(core, session.config, on_hang=lambda: session.fail(hang)),
     )
     context.term()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 import threading
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,6 +20,7 @@ from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineDead, EngineError
+from neso.engine.ipc.engine_process import with_load_log
 from neso.generation import DraftTokens, FinishReason, GenerationRequest, InvalidParameter, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -52,6 +55,30 @@ async def test_same_text_as_llm(engine, llama_checkpoint):
     assert await asyncio.gather(*(text_of(engine, prompt) for prompt in prompts)) == expected
     stats = await engine.check_integrity()
     assert (stats.num_running, stats.num_used_blocks, engine.num_requests) == (0, 0, 0)
+
+
+async def test_log_of_an_engine_process_that_loads_is_logged_by_its_client(llama_checkpoint, caplog):
+    config = EngineConfig.from_options(str(llama_checkpoint), {"num_blocks": 64, "max_num_seqs": 5})
+    with caplog.at_level(logging.INFO, "neso"):
+        engine = await AsyncEngine.start(config)
+        await engine.stop()
+    name = llama_checkpoint.name
+    [line] = [line for line in caplog.messages if line.startswith(f"engine of {name}: memory: largest step")]
+    assert "max_num_batched_tokens 1024, max_num_seqs 5" in line
+
+
+def test_warnings_of_loading_are_not_held_back(monkeypatch):
+    shown: list[str] = []
+    monkeypatch.setattr(logging.lastResort, "emit", lambda record: shown.append(record.getMessage()))
+
+    def load() -> Any:
+        logging.getLogger("neso.engine").info("started with %d", 3)
+        logging.getLogger("neso.engine").warning("slow")
+        raise EngineError("too large")
+
+    with pytest.raises(EngineError):
+        with_load_log(load)
+    assert shown == ["slow"]
 
 
 async def test_closing_or_cancelling_a_stream_aborts(slow_engine):
