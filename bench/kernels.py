@@ -32,13 +32,13 @@ from machine_limits import MachineLimits, best_seconds, describe, measure, use_s
 
 import neso._native as _native
 from neso.engine.host_resources import available_cores
-from neso.engine.runners.native.packing import INT4, INT8, Arena, Kind, PackedMatrix, Packer
+from neso.engine.runners.native.packing import INT4, INT8, INT8_DYNAMIC, Arena, Kind, PackedMatrix, Packer
 
 Call = Callable[[], object]
 
 ROWS = (1, 4, 16, 64, 256, 1024)
 KINDS = ("f32", "bf16", "int8", "int4", "int8_dynamic")
-SCHEMES = {"int8": INT8, "int4": INT4, "int8_dynamic": INT8}
+SCHEMES = {"int8": INT8, "int4": INT4, "int8_dynamic": INT8_DYNAMIC}
 UNCACHED_BYTES = 144 << 20
 # From this number of rows, products are compute-bound, and iterating over all copies would take seconds.
 MANY_ROWS, FEW_COPIES = 256, 4

@@ -21,8 +21,8 @@ namespace neso {
 namespace {
 
 // Best first.
-constexpr Isa kLevels[] = {Isa::amx,  Isa::avx512_bf16, Isa::avx512,  Isa::avx2,
-                           Isa::neon_bf16, Isa::neon_dot, Isa::generic};
+constexpr Isa kLevels[] = {Isa::amx,  Isa::avx512_bf16, Isa::avx512_vnni, Isa::avx512, Isa::avx_vnni,
+                           Isa::avx2, Isa::neon_bf16,   Isa::neon_dot,    Isa::generic};
 
 #if defined(__x86_64__)
 
@@ -41,7 +41,7 @@ bool request_tile_registers() {
 // What the CPU has and the operating system saves at a context switch. Read by cpuid, because GCC 12's
 // __builtin_cpu_supports does not know AMX, and with zig it knows nothing at all.
 struct Cpu {
-    bool avx2 = false, avx512 = false, avx512_bf16 = false, amx = false;
+    bool avx2 = false, avx_vnni = false, avx512 = false, avx512_vnni = false, avx512_bf16 = false, amx = false;
 
     Cpu() {
         unsigned a, b, c, d;
@@ -55,9 +55,11 @@ struct Cpu {
         avx2 = has(b, kAvx2) && has(saved, kAvxState);
         constexpr unsigned kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31, kAvx512State = 0xe6;
         avx512 = avx2 && has(b, kF | kDq | kBw | kVl) && has(saved, kAvx512State);
-        constexpr unsigned kVnni = 1u << 11, kBf16 = 1u << 5;
-        avx512_bf16 = avx512 && has(c, kVnni) && max >= 1 && __get_cpuid_count(7, 1, &a, &ignored, &ignored, &ignored) &&
-                      has(a, kBf16);
+        constexpr unsigned kVnni = 1u << 11, kBf16 = 1u << 5, kAvxVnni = 1u << 4;
+        avx512_vnni = avx512 && has(c, kVnni);
+        if (max < 1 || !__get_cpuid_count(7, 1, &a, &ignored, &ignored, &ignored)) return;
+        avx_vnni = avx2 && has(a, kAvxVnni);
+        avx512_bf16 = avx512_vnni && has(a, kBf16);
         constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25, kTileState = 0x60000;
         amx = avx512_bf16 && has(d, kAmxBf16 | kAmxTile | kAmxInt8) && has(saved, kTileState) &&
               request_tile_registers();
@@ -71,7 +73,9 @@ bool supports(Isa isa) {
     switch (isa) {
         case Isa::generic: return true;
         case Isa::avx2: return cpu.avx2;
+        case Isa::avx_vnni: return cpu.avx_vnni;
         case Isa::avx512: return cpu.avx512;
+        case Isa::avx512_vnni: return cpu.avx512_vnni;
         case Isa::avx512_bf16: return cpu.avx512_bf16;
         case Isa::amx: return cpu.amx;
         default: return false;
@@ -126,7 +130,9 @@ const char* isa_name(Isa isa) {
     switch (isa) {
         case Isa::generic: return "generic";
         case Isa::avx2: return "avx2";
+        case Isa::avx_vnni: return "avx_vnni";
         case Isa::avx512: return "avx512";
+        case Isa::avx512_vnni: return "avx512_vnni";
         case Isa::avx512_bf16: return "avx512_bf16";
         case Isa::amx: return "amx";
         case Isa::neon_dot: return "neon_dot";

@@ -6,8 +6,9 @@
 
 namespace neso {
 
-// Levels that kernels are compiled for. Those of x86-64, and those of aarch64, each include the previous one.
-enum class Isa { generic, avx2, avx512, avx512_bf16, amx, neon_dot, neon_bf16 };
+// Levels that kernels are compiled for. Each includes the previous one, except that avx512 does not include avx_vnni,
+// and that aarch64 has its own levels.
+enum class Isa { generic, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16, amx, neon_dot, neon_bf16 };
 
 const char* isa_name(Isa isa);
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/gemm_amx_few_rows.h"
+#include "kernels/gemm_amx_int8.h"
 #include "kernels/gemm_amx_many_rows.h"
 #include "kernels/gemm_dense.h"
 #include "kernels/inputs.h"
@@ -79,6 +80,12 @@ inline void gemm(const Input& input, const Matrix& matrix, const GemmRange& rang
         gemm_quantized(input, matrix, range, out, stride, accumulate);
         return;
     }
+#if defined(__AMX_INT8__)
+    if (input.kind == InputKind::integer_tiles) {
+        gemm_amx_int8(input, matrix, range, out, stride, accumulate);
+        return;
+    }
+#endif
     // A thread processes its panels in order.
     const char* after = range.last_panel < matrix.panels ? matrix.panel(range.last_panel) : nullptr;
     switch (matrix.kind) {

@@ -25,6 +25,10 @@ using IntegerCode = int16_t;
 template <int Planes>
 constexpr int kQuantizedRows = 4;
 constexpr int kQuantizedPanels = 2;
+#elif defined(__AVXVNNI__)
+template <int Planes>
+constexpr int kQuantizedRows = 4 / Planes;
+constexpr int kQuantizedPanels = 1;
 #elif defined(__AVX2__)
 template <int Planes>
 constexpr int kQuantizedRows = 2;
@@ -61,6 +65,10 @@ NESO_INLINE void add_products(I32& sums, U32 codes, const IntegerCode* a) {
     int32_t four;
     std::memcpy(&four, a, 4);
     sums = (I32)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(four));
+#elif defined(__AVXVNNI__)
+    int32_t four;
+    std::memcpy(&four, a, 4);
+    sums = (I32)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32(four));
 #elif defined(__ARM_FEATURE_DOTPROD)
     int32_t four;
     std::memcpy(&four, a, 4);

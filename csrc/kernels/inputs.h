@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "kernels/amx_tiles.h"
+#include "kernels/gemm_amx_int8.h"
 #include "kernels/gemm_quantized.h"
 
 namespace neso::NESO_ISA {
@@ -20,13 +20,16 @@ constexpr InputKind kBf16Input = InputKind::f32;
 constexpr int kUnpackRows = 13, kUnpackRowsDynamic = 25;
 #elif defined(NESO_BF16_DOT)
 constexpr int kUnpackRows = 21, kUnpackRowsDynamic = 1 << 30;
-#elif defined(__ARM_FEATURE_DOTPROD)
+#elif defined(NESO_INT8_DOT)
 constexpr int kUnpackRows = 1 << 30, kUnpackRowsDynamic = 1 << 30;
 #else
 constexpr int kUnpackRows = 17, kUnpackRowsDynamic = 17;
 #endif
 
 inline InputKind input_kind(const Matrix& matrix, int rows) {
+#if defined(__AMX_INT8__)
+    if (has_integer_tiles(matrix) && rows >= kMinIntegerTileRows) return InputKind::integer_tiles;
+#endif
     if (matrix.quantized() && rows < (matrix.dynamic ? kUnpackRowsDynamic : kUnpackRows)) return InputKind::integer;
     if (matrix.kind == WeightKind::f32 || matrix.kind == WeightKind::f16) return InputKind::f32;
 #if defined(__AMX_BF16__)
@@ -35,21 +38,31 @@ inline InputKind input_kind(const Matrix& matrix, int rows) {
     return kBf16Input;
 }
 
+// The largest size that divides the weights' groups and for which sums of a group fit 32 bits.
+inline int input_group_size(const Matrix& matrix) {
+#if defined(NESO_INT8_DOT)
+    if (matrix.dynamic && matrix.group_size % kDynamicGroup == 0) return kDynamicGroup;
+#endif
+    return matrix.group_size % 128 == 0 ? 128 : matrix.group_size % 64 == 0 ? 64 : 32;
+}
+
 // Layout of gemm's input for this matrix and number of rows; the caller attaches memory.
 inline Input describe_input(const Matrix& matrix, int rows) {
     Input input;
     input.kind = input_kind(matrix, rows);
     input.rows = rows;
     input.depth = matrix.depth;
-    if (input.kind == InputKind::integer) {
+    if (input.kind == InputKind::integer || input.kind == InputKind::integer_tiles) {
+        const bool tiles = input.kind == InputKind::integer_tiles;
 #if defined(NESO_INT8_DOT)
         input.planes = matrix.dynamic ? 1 : 2;
 #endif
         input.stride = int64_t(input.depth) * input.planes;
-        input.value_bytes = rows * input.stride * int64_t(sizeof(IntegerCode));
-        // The largest size that divides the weights' groups and for which sums of a group fit 32 bits.
-        input.group_size = matrix.group_size % 128 == 0 ? 128 : matrix.group_size % 64 == 0 ? 64 : 32;
-        input.num_groups = rows * (round_up(input.depth, input.group_size) / input.group_size);
+        // Tiles are processed in pairs.
+        const int64_t packed_rows = tiles ? round_up(rows, 2 * kTileRows) : rows;
+        input.value_bytes = packed_rows * input.stride * int64_t(sizeof(IntegerCode));
+        input.group_size = input_group_size(matrix);
+        input.num_groups = packed_rows * (round_up(input.depth, input.group_size) / input.group_size);
         return input;
     }
     if (input.kind == InputKind::bf16_tiles) {
@@ -65,15 +78,15 @@ inline Input describe_input(const Matrix& matrix, int rows) {
 // Quantize one group of values, a multiple of 32, to codes with a scale and their sum.
 NESO_INLINE void quantize_group(const float* values, int count, int limit, IntegerCode* codes, int64_t plane_stride,
                                 float& scale, int32_t& total) {
-    F32 peak{};
+    F32 peak{}, checks{};
     for (int i = 0; i < count; i += kLanes) {
         const F32 v = load<F32>(values + i);
         peak = max(peak, max(v, -v));
+        checks += v * 0.0f;
     }
     const float absmax = largest(peak);
     // NaN and infinity propagate through the scale.
-    float check = 0;
-    for (int i = 0; i < count; ++i) check += values[i] * 0.0f;
+    const float check = sum(checks);
     scale = absmax / float(limit) + check;
     const float inverse = absmax > 0 && check == 0 ? float(limit) / absmax : 0.0f;
     total = 0;
@@ -108,7 +121,29 @@ inline void pack_integers(const Input& input, int row, int first, int count, con
     }
 }
 
-// Pack values float[count] as inputs from `first`, a multiple of 128. count is a multiple of 128, or of 32 at the end.
+#if defined(__AMX_INT8__)
+
+// The same codes and scales as `pack_integers`, in tiles.
+inline void pack_integer_tiles(const Input& input, int row, int first, int count, const float* values) {
+    const int size = input.group_size, groups = (input.depth + size - 1) / size;
+    for (int begin = first; begin < first + count; begin += size) {
+        const int64_t at = int64_t(row) * groups + begin / size;
+        const int width = first + count - begin < size ? first + count - begin : size;
+        alignas(64) int8_t codes[kDynamicGroup];
+        int32_t total;
+        quantize_group(values + begin - first, width, 127, codes, 0, input.scales[at], total);
+        input.sums[at] = total * 128;
+        for (int k = 0; k < width; k += kByteTileDepth) {
+            int8_t* to = byte_tile_of(input, row, begin + k) + row % kTileRows * kByteTileDepth;
+            std::memcpy(to, codes + k, kByteTileDepth);
+        }
+    }
+}
+
+#endif
+
+// Pack values float[count] as inputs from `first`. Both are multiples of 128 and of the input's group size, except that
+// the last count is a multiple of 32.
 inline void pack_part(const Input& input, int row, int first, int count, const float* values) {
     if (input.kind == InputKind::f32) {
         std::memcpy(input.row<float>(row) + first, values, sizeof(float) * count);
@@ -120,6 +155,10 @@ inline void pack_part(const Input& input, int row, int first, int count, const f
             bf16* to = tile_of(input, row, first + k) + row % kTileRows * kTileDepth;
             for (int i = 0; i < kTileDepth; i += kLanes) store_bf16(to + i, load<F32>(values + k + i));
         }
+#if defined(__AMX_INT8__)
+    } else if (input.kind == InputKind::integer_tiles) {
+        pack_integer_tiles(input, row, first, count, values);
+#endif
     } else {
         pack_integers(input, row, first, count, values);
     }

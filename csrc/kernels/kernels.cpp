@@ -8,7 +8,9 @@ namespace neso {
 namespace generic { extern const Kernels kernels; }
 #if defined(NESO_X86)
 namespace avx2 { extern const Kernels kernels; }
+namespace avx_vnni { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
+namespace avx512_vnni { extern const Kernels kernels; }
 namespace avx512_bf16 { extern const Kernels kernels; }
 namespace amx { extern const Kernels kernels; }
 #endif
@@ -22,7 +24,9 @@ const Kernels& kernels_for(Isa isa) {
         case Isa::generic: return generic::kernels;
 #if defined(NESO_X86)
         case Isa::avx2: return avx2::kernels;
+        case Isa::avx_vnni: return avx_vnni::kernels;
         case Isa::avx512: return avx512::kernels;
+        case Isa::avx512_vnni: return avx512_vnni::kernels;
         case Isa::avx512_bf16: return avx512_bf16::kernels;
         case Isa::amx: return amx::kernels;
 #endif

@@ -18,6 +18,8 @@ constexpr int kDepthAlign = 32;
 constexpr int kTileRows = 16, kTileDepth = 32;
 // Groups of quantized weights are multiples of this.
 constexpr int kGroup = 32;
+// The largest group of 8-bit activations that share a scale.
+constexpr int kDynamicGroup = 256;
 
 // A packed weight matrix [outputs, inputs]. Panel p has the outputs 16 p to 16 p + 15:
 //
@@ -56,7 +58,7 @@ struct Matrix {
     const char* panel(int index) const { return static_cast<const char*>(data) + index * panel_bytes(); }
 };
 
-enum class InputKind : uint8_t { f32, bf16, bf16_tiles, integer };
+enum class InputKind : uint8_t { f32, bf16, bf16_tiles, integer, integer_tiles };
 
 // Rows of activations, packed for one kind of matrix. A view of memory owned by an InputStorage.
 //
@@ -66,6 +68,8 @@ enum class InputKind : uint8_t { f32, bf16, bf16_tiles, integer };
 //               products of 8-bit integers they are two planes of 8 bits, code = 256 * high + low; 8-bit codes have
 //               only the low plane.
 //               sums[rows][group] are the sums of the codes of each group.
+//   integer_tiles  scale[rows][group] * codes[rows / 16][depth / 64][16][64] in 8 bits. sums[rows][group] are 128 times
+//               the sums of the codes of each group: what weight codes around 128 add to products.
 struct Input {
     InputKind kind = InputKind::f32;
     int rows = 0, depth = 0;

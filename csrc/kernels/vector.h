@@ -25,7 +25,7 @@
 #endif
 
 // Instructions that add products of four 8-bit integers, or of two bfloat16 numbers, to each 32-bit lane.
-#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define NESO_INT8_DOT
 #endif
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

@@ -152,6 +152,7 @@ void Decoder::reserve_mlp(const Mlp& mlp, int rows) {
 // Whether gate and up share one packed input, and their activated product can be packed for `down` part by part.
 bool Decoder::can_fuse_pack(const Mlp& mlp) {
     const bool alike = mlp.gate.kind == mlp.up.kind && mlp.gate.dynamic == mlp.up.dynamic &&
+                       mlp.gate.group_size == mlp.up.group_size && !mlp.gate.offsets == !mlp.up.offsets &&
                        mlp.gate.input_order == mlp.up.input_order;
     return (alike || !mlp.is_gated()) && !mlp.down.input_order;
 }

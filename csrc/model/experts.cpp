@@ -29,7 +29,7 @@ void ExpertsRunner::run(const Experts& experts, const Input& router_input, const
     });
     for_each_chunk(first_chunks_, [&](const Group& group, int chunk) {
         const Mlp& mlp = experts.experts[group.expert];
-        const ProductChunks chunks(kernels_, mlp.first(), group.count, team_.size());
+        const ProductChunks chunks(kernels_, mlp.first(), group.count, team_.size(), group.activated);
         activate_chunk(kernels_, group.input, mlp, shape_.activation, chunks[chunk], group.activated);
     });
     for_each_chunk(down_chunks_, [&](const Group& group, int chunk) {
@@ -85,7 +85,7 @@ void ExpertsRunner::group_rows(const Experts& experts, int rows) {
         group.activated = kernels_.describe_input(mlp.down, group.count);
         allocate(group.input, group.input_at);
         allocate(group.activated, group.activated_at);
-        first_chunks += ProductChunks(kernels_, mlp.first(), group.count, team_.size()).count();
+        first_chunks += ProductChunks(kernels_, mlp.first(), group.count, team_.size(), group.activated).count();
         down_chunks += ProductChunks(kernels_, mlp.down, group.count, team_.size()).count();
         groups_.push_back(group);
         first_chunks_.ends.push_back(first_chunks);

@@ -13,9 +13,11 @@ namespace neso {
 // Splits a product into chunks of a block of cached rows times a few panels.
 class ProductChunks {
    public:
-    ProductChunks(const Kernels& kernels, const Matrix& matrix, int rows, int threads)
+    // next: the input of the next product, if it is packed from chunks of this one.
+    ProductChunks(const Kernels& kernels, const Matrix& matrix, int rows, int threads, const Input& next = {})
         : rows_(rows), panels_(matrix.panels), row_step_(kernels.block_rows(matrix)),
-          row_chunks_((rows + row_step_ - 1) / row_step_), panel_step_(best_panel_step(threads)),
+          row_chunks_((rows + row_step_ - 1) / row_step_), panels_per_step_(std::max(8, next.group_size / kPanel)),
+          panel_step_(best_panel_step(threads)),
           panel_chunks_(chunks_of(panel_step_)) {}
 
     int count() const { return row_chunks_ * panel_chunks_; }
@@ -26,24 +28,25 @@ class ProductChunks {
     }
 
    private:
-    // A multiple of the panels per kernel step, which is a group of inputs of the next product; enough chunks to balance
-    // threads.
-    static constexpr int kPanelsPerStep = 8, kMaxPanels = 64, kChunksPerThread = 8;
+    static constexpr int kMaxPanels = 64, kChunksPerThread = 8;
 
     int chunks_of(int panel_step) const { return (panels_ + panel_step - 1) / panel_step; }
 
     // The largest step that minimizes the maximum work per thread: on 2 threads, 11 chunks take as long as 12.
     int best_panel_step(int threads) const {
         const auto longest = [&](int step) { return (row_chunks_ * chunks_of(step) + threads - 1) / threads * step; };
-        int best = std::clamp(int(round_up(panels_ / (threads * kChunksPerThread), kPanelsPerStep)), kPanelsPerStep,
-                              kMaxPanels);
-        for (int step = best - kPanelsPerStep; step > 0; step -= kPanelsPerStep) {
+        int best = std::clamp(int(round_up(panels_ / (threads * kChunksPerThread), panels_per_step_)),
+                              panels_per_step_, kMaxPanels);
+        for (int step = best - panels_per_step_; step > 0; step -= panels_per_step_) {
             if (longest(step) < longest(best)) best = step;
         }
         return best;
     }
 
-    const int rows_, panels_, row_step_, row_chunks_, panel_step_, panel_chunks_;
+    const int rows_, panels_, row_step_, row_chunks_;
+    // Chunks are multiples of the panels of a kernel step and of a group of inputs of the next product.
+    const int panels_per_step_;
+    const int panel_step_, panel_chunks_;
 };
 
 // A product by all threads of a team. row_of(row, scratch) returns each row of the input float[inputs], in `scratch` or
@@ -114,7 +117,7 @@ inline void activate_chunk(const Kernels& kernels, const Input& input, const Mlp
 
 inline void multiply_activated(ThreadTeam& team, const Kernels& kernels, const Input& input, const Mlp& mlp,
                                Activation activation, const Input& result, const AdaptedMlp& adapted = {}) {
-    const ProductChunks chunks(kernels, mlp.first(), input.rows, team.size());
+    const ProductChunks chunks(kernels, mlp.first(), input.rows, team.size(), result);
     team.for_each(chunks.count(), [&](int chunk) {
         activate_chunk(kernels, input, mlp, activation, chunks[chunk], result, adapted);
     });

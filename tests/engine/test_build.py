@@ -19,6 +19,8 @@ from neso.engine.errors import EngineError
 from neso.engine.load.build import build_engine
 from neso.engine.load.loader import load_engine
 from neso.engine.parallel.layout import RankLayout
+from neso.engine.runners.native.packed_decoder import _LM_HEAD_SCHEMES
+from neso.engine.runners.native.packing import INT8, SCHEMES
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.weights.checkpoint import open_source
 from neso.engine.weights.engine_directory import EngineDirectory, packed_file, read_build_info, vectors_file
@@ -56,6 +58,23 @@ def test_same_tokens_as_the_checkpoint(
     assert [done for done, _ in seen] == list(range(1, seen[0][1] + 1))
     options = {} if quantization is None else {"quantization": quantization}
     assert tokens(tmp_path / "engine") == tokens(checkpoint, **options)
+
+
+def test_engines_with_other_groups_keep_them(
+    checkpoint_factory: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines with `int8_dynamic` were once built with groups of 32 inputs."""
+    checkpoint, engine = checkpoint_factory("llama", **SHAPE), tmp_path / "engine"
+    options = {"quantization": "int8_dynamic"}
+    with monkeypatch.context() as patch:
+        for schemes in (SCHEMES, _LM_HEAD_SCHEMES):
+            patch.setitem(schemes, "int8_dynamic", INT8)
+        build_engine(checkpoint, engine, RunnerOptions(**options))
+        expected = tokens(checkpoint, **options)
+    source = open_source(engine)
+    assert isinstance(source, EngineDirectory)
+    assert {matrix["group_size"] for matrix in source.matrices.values()} == {32}
+    assert tokens(engine) == expected
 
 
 def test_from_a_gguf_file_with_its_tokenizer(checkpoint_factory: Factory, tmp_path: Path) -> None:

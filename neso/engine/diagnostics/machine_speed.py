@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 import neso._native as _native
-from neso.engine.runners.native.packing import INT8, Kind, Packer
+from neso.engine.runners.native.packing import INT8_DYNAMIC, Kind, Packer
 
 BUFFER_BYTES = 1 << 30
 """Larger than the caches."""
@@ -57,7 +57,7 @@ def matmul_rate(kind: str, isa: str, threads: int, operations: float = 1e10, lea
     """
     dynamic = kind == "int8_dynamic"
     dense: Kind = "bf16" if kind == "bf16" else "f32"
-    packer = Packer(dense, INT8 if dynamic else None, dynamic, threads)
+    packer = Packer(dense, INT8_DYNAMIC if dynamic else None, dynamic, threads)
     rng = np.random.default_rng(0)
     best = 0.0
     for rows, size in _SIZES:

@@ -101,11 +101,15 @@ def test_gguf_files(checkpoint_factory: Factory, tmp_path: Path, kind: Type) -> 
         np.testing.assert_allclose(mixed_batch(load(file, "reference", *layout)), expected, atol=ATOL)
 
 
-@pytest.mark.parametrize(("quantization", "error"), [("int8", 1e-3), ("int4", 1e-3), ("int8_dynamic", 0.05)])
+@pytest.mark.parametrize(("quantization", "error"), [("int8", 1e-3), ("int4", 1e-3), ("int8_dynamic", 0.1)])
 def test_quantization_while_loading(
     checkpoint_factory: Factory, quantization: Quantization, error: float
 ) -> None:
-    """Cuts at multiples of 32 keep the groups. Kernels round activations to 16 bits, or to 8 with dynamic scales."""
+    """Cuts at multiples of 32 keep the groups of `int8` and `int4`. Kernels round activations to 16 bits.
+
+    Groups of `int8_dynamic` begin anew at the cuts, and activations have 8 bits. One, two and four ranks differ from
+    each other by up to 7.5 %, and all differ from float32 by 10 to 11 %.
+    """
     directory = checkpoint_factory("llama", hidden_size=128, intermediate_size=256)
     expected = mixed_batch(load(directory, "native", 1, 1, quantization))
     for layout in ((2, 1), (1, 2), (4, 1)):

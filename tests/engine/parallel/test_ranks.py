@@ -118,9 +118,9 @@ async def test_ranks_give_the_same_tokens_in_every_run(files):
 @pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "error"), [("int8", 0.1), ("int4", 0.1), ("int8_dynamic", 0.5)])
 async def test_quantized_weights(checkpoint_factory, quantization, error):
-    """All cuts are between groups of 32 inputs, so the ranks have the weights of one rank.
+    """Cuts are between groups of 32 inputs, so with `int8` and `int4` the ranks have the weights of one rank.
 
-    `int8_dynamic` also rounds activations to 8 bits, so small differences between sums can grow.
+    Groups of `int8_dynamic` begin anew at the cuts, and activations are rounded to 8 bits.
     """
     model = checkpoint_factory("llama", hidden_size=128, intermediate_size=256)
     options = {"dtype": "bfloat16", "quantization": quantization, "num_blocks": 64}

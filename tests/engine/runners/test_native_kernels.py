@@ -17,12 +17,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import neso._native as _native
-from neso.engine.runners.native.packing import INT4, INT8, Kind, PackedMatrix, Packer, quantize
+from neso.engine.runners.native.packing import INT4, INT8, SCHEMES, Kind, PackedMatrix, Packer, quantize
 from neso.engine.runners.reference.layers import ACTIVATIONS, layer_norm
 from neso.engine.runners.reference.layers import rms_norm as reference_norm
 from neso.engine.weights.quantized import QuantizedMatrix
 
-ALL_ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx", "neon_dot", "neon_bf16"]
+ALL_ISAS = [
+    "generic",
+    "avx2",
+    "avx_vnni",
+    "avx512",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx",
+    "neon_dot",
+    "neon_bf16",
+]
 DTYPES: dict[Kind, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 SHAPES = [(48, 48), (37, 80), (400, 96), (130, 1024)]  # outputs, inputs: whole panels and groups, and not
 ROWS = [1, 2, 4, 5, 7, 13, 16, 17, 33, 64, 65, 130]  # around every threshold of the kernels
@@ -46,7 +56,9 @@ def test_instruction_sets_are_those_of_the_cpu():
     flags = set(re.search(r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())
     needed = {"generic": set(), "avx2": {"avx2", "fma", "f16c"}}
     needed["avx512"] = needed["avx2"] | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-    needed["avx512_bf16"] = needed["avx512"] | {"avx512_bf16", "avx512_vnni"}
+    needed["avx_vnni"] = needed["avx2"] | {"avx_vnni"}
+    needed["avx512_vnni"] = needed["avx512"] | {"avx512_vnni"}
+    needed["avx512_bf16"] = needed["avx512_vnni"] | {"avx512_bf16"}
     needed["amx"] = needed["avx512_bf16"] | {"amx_tile", "amx_bf16", "amx_int8"}
     assert set(_native.supported_isas()) == {isa for isa, features in needed.items() if features <= flags}
 
@@ -98,7 +110,7 @@ def test_dense_products(isa: str, kind: Kind, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("group", [32, 128, 256])
 @pytest.mark.parametrize("offsets", [False, True], ids=["symmetric", "offsets"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["exact-inputs", "dynamic"])
 def test_quantized_products(isa: str, bits: int, group: int, offsets: bool, dynamic: bool) -> None:
@@ -112,6 +124,32 @@ def test_quantized_products(isa: str, bits: int, group: int, offsets: bool, dyna
             assert error < TOLERANCE["dynamic" if dynamic else f"int{bits}"], (outputs, inputs, rows)
 
 
+@pytest.mark.parametrize("group", [64, 256])
+@pytest.mark.parametrize("shape", [(37, 832), (400, 192)], ids=str)
+def test_8_bit_products_depend_neither_on_instruction_set_nor_on_batch(
+    shape: tuple[int, int], group: int
+) -> None:
+    """Sums of 8-bit products are exact, and scales are applied in one order: by dot products and by AMX tiles."""
+    levels = [
+        isa
+        for isa in _native.supported_isas()
+        if isa in ("avx_vnni", "avx512_vnni", "avx512_bf16", "amx", "neon_dot", "neon_bf16")
+    ]
+    if not levels:
+        pytest.skip("this CPU has no dot products of 8-bit integers")
+    rng = np.random.default_rng(13)
+    outputs, inputs = shape
+    quantized = random_codes(rng, outputs, inputs, 8, group, offsets=False, order=False)
+    matrix = packer(dynamic=True).pack([quantized], normal(rng, outputs))
+    x = normal(rng, max(ROWS), inputs)
+    one_by_one = np.concatenate([multiply(matrix, row[None], levels[-1]) for row in x])
+    for isa in levels:
+        for rows in ROWS:
+            np.testing.assert_array_equal(
+                multiply(matrix, x[:rows], isa), one_by_one[:rows], f"{isa}, {rows} rows"
+            )
+
+
 def test_threads_do_not_change_the_result(isa: str) -> None:
     rng = np.random.default_rng(2)
     matrix = packer("bf16").pack([normal(rng, 700, 256)])
@@ -121,12 +159,12 @@ def test_threads_do_not_change_the_result(isa: str) -> None:
         np.testing.assert_array_equal(multiply(matrix, x, isa, threads), one)
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "int8", "int4", "int8_dynamic"])
 def test_nan_and_infinity_propagate(isa: str, kind: Any) -> None:
     """NaN and infinity must not be rounded to finite values."""
     rng = np.random.default_rng(3)
-    scheme = {"int8": INT8, "int4": INT4}.get(kind)
-    matrix = packer("f32" if scheme else kind, scheme=scheme).pack([normal(rng, 64, 128)])
+    scheme, dynamic = SCHEMES.get(kind), kind == "int8_dynamic"
+    matrix = packer("f32" if scheme else kind, scheme=scheme, dynamic=dynamic).pack([normal(rng, 64, 128)])
     for rows in (1, 16, 70):
         x = normal(rng, rows, 128)
         x[rows // 2, 77] = np.nan

@@ -137,7 +137,14 @@ class Scheme:
 # weights, with a larger error than Q8_0.
 INT8 = Scheme(bits=8, group_size=32)
 INT4 = Scheme(bits=4, group_size=32)
-SCHEMES: dict[str | None, Scheme | None] = {None: None, "int8": INT8, "int4": INT4, "int8_dynamic": INT8}
+# Activations have the same groups. Sums are scaled once for each group, which limits the rate of products.
+INT8_DYNAMIC = Scheme(bits=8, group_size=256)
+SCHEMES: dict[str | None, Scheme | None] = {
+    None: None,
+    "int8": INT8,
+    "int4": INT4,
+    "int8_dynamic": INT8_DYNAMIC,
+}
 """Schemes by value of the option `quantization`."""
 
 

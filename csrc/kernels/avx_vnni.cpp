@@ -1,0 +1,2 @@
+#define NESO_ISA avx_vnni
+#include "kernels/kernels.inc"
