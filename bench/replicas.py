@@ -12,7 +12,7 @@
   --workers 2` do
 
 usage: python bench/replicas.py [--parts throughput engines workers] [--model s] [--rounds 3] [--requests 96]
-           [--prefixes 8] [--prefix 512]
+           [--prefixes 8] [--prefix 512] [--cases prefixes conversations nothing]
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from neso.engine.config import EngineConfig
 from neso.generation import GenerationRequest, SamplingParams
 
 PARTS = ("throughput", "engines", "workers")
+CASES = ("prefixes", "conversations", "nothing")
 ChooseEngine = Callable[[GroupRequest, Sequence[EngineLoad]], EngineLoad]
 CONCURRENCY = 8
 BLOCK = 16
@@ -59,7 +60,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=96, help="requests of a round")
     parser.add_argument("--prefixes", type=int, default=8, help="number of different prefixes")
     parser.add_argument("--prefix", type=int, default=512, help="tokens of a prefix")
-    options = parse_arguments(parser, model="tiny", rounds=1, requests=8, prefixes=2, prefix=128)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="kinds of prompts")
+    options = parse_arguments(
+        parser, model="tiny", rounds=1, requests=8, prefixes=2, prefix=128, cases=["prefixes"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "checkpoint"
         write_checkpoint(checkpoint, options.model)
@@ -180,7 +184,9 @@ async def compare_choices(checkpoint: Path, vocabulary: int, options: argparse.N
     print(
         f"\n{what:14} {'hits: round robin':>18} {'Neso':>6} {'TTFT ms: round robin':>21} {'Neso':>7} {'ratio':>6}"
     )
-    for case, work in workloads(options.requests, options.prefixes, options.prefix, vocabulary).items():
+    work_of = workloads(options.requests, options.prefixes, options.prefix, vocabulary)
+    for case in options.cases:
+        work = work_of[case]
         found: list[list[tuple[float, float]]] = [[], []]
         for number in range(options.rounds):
             for i in (0, 1) if number % 2 == 0 else (1, 0):
