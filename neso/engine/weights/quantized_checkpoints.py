@@ -165,6 +165,7 @@ Granularity = Literal["tensor", "channel", "block"]
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _E5M2 = np.dtype(ml_dtypes.float8_e5m2)
+_CHUNK_BYTES = 1 << 18  # codes that are checked at once; they fit the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +209,14 @@ class Float8Format:
     def read(self, tensors: StoredTensors, name: str, shape: tuple[int, int]) -> Float8Matrix:
         """Return the weights [outputs, inputs].
 
-        Raises `CheckpointError` for another shape, for float8_e5m2, and for missing scales or scales of another shape.
+        Raises `CheckpointError` for another shape, for float8_e5m2, for weights that are NaN (kernels for GPUs decode
+        finite numbers only), and for missing scales or scales of another shape.
         """
         codes = tensors.stored_tensor(name, shape)
         if codes.dtype != _E4M3:
             raise CheckpointError(f"tensor {name!r} has the type {codes.dtype}; only {_E4M3} is supported")
+        if _contains_nan(codes):
+            raise CheckpointError(f"tensor {name!r} contains weights that are NaN")
         scale_name, stored = self._stored_scales(tensors, name)
         blocks = [self._block(granularity, shape) for granularity in self.granularity]
         for block in blocks:
@@ -248,6 +252,14 @@ class Float8Format:
         if granularity == "channel":
             return 1, shape[1]
         return self.block_size if self.block_size is not None else shape
+
+
+def _contains_nan(codes: npt.NDArray[Any]) -> bool:
+    """Whether one of the codes e4m3[N, K] is NaN: 127 or, with the sign, 255."""
+    octets = codes.view(np.uint8)
+    rows = max(1, _CHUNK_BYTES // octets.shape[1])
+    parts = (octets[start : start + rows] for start in range(0, len(octets), rows))
+    return any((part & 127).max() == 127 for part in parts)
 
 
 def _check_compressed(quantization: dict[str, Any], where: str) -> None:

@@ -271,6 +271,14 @@ def test_shards_equal_those_of_the_dense_checkpoint(blocks: tuple[Path, Path], t
             {DOWN: torch.ones(DOWN_SHAPE).to(torch.float8_e5m2)},
             r"down_proj\.weight' has the type float8_e5m2; only float8_e4m3fn is supported",
         ),
+        *(
+            (
+                "fp8-blocks",
+                {DOWN: torch.full(DOWN_SHAPE, code, dtype=torch.uint8).view(torch.float8_e4m3fn)},
+                r"down_proj\.weight' contains weights that are NaN$",
+            )
+            for code in (127, 255)
+        ),
     ],
 )
 def test_invalid_tensors_are_named_in_errors(
