@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -131,7 +130,6 @@ def test_corrupted_checkpoint_is_reported(checkpoint, spoil, reason):
         assert server.process.wait(60) == 1
         assert reason in server.output
         assert "Traceback" not in server.output
-        assert len(re.findall(f"{reason}.*\n", server.output)) == 1, "the reason is said once"
 
 
 def test_unknown_model():
