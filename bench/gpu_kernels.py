@@ -2,7 +2,9 @@
 
 Runs steps of the torch runner on the CPU with a driver that compiles kernels and does not run them. The steps differ in
 their numbers of sequences, tokens and blocks, as those of a server do; that must not compile more variants of a kernel
-than the kinds of steps need. ptxas and cuobjdump come with Triton.
+than the kinds of steps need. Products with quantized matrices are compiled alone, for the numbers of rows that have
+tiles of their own. With all models, no kernel is left out; one that is not compiled is named. ptxas and cuobjdump come
+with Triton.
 
 usage: python bench/gpu_kernels.py [--targets 80,90,100] [--models NAME,...] [--steps N] [--json FILE] [--smoke]
 """
@@ -10,8 +12,11 @@ usage: python bench/gpu_kernels.py [--targets 80,90,100] [--models NAME,...] [--
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import tempfile
@@ -30,16 +35,26 @@ from gpu_llama import BLOCK_SIZE, RandomWeights
 from smoke import parse_arguments
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraPlan
+from neso.engine.runners import torch as torch_runner
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.runner_options import RunnerOptions
+from neso.engine.runners.torch.grouped_weights import CodeFormat, GroupedWeights
 from neso.engine.runners.torch.linears import ExpertMatrices
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.runners.torch.sampling import sampling_parameters
+from neso.engine.runners.torch.triton_experts import assign_tiles
 from neso.engine.runners.torch.triton_operations import TritonOperations, round_rows
+from neso.engine.runners.torch.triton_quantized import (
+    MAX_PRODUCT_ROWS,
+    dequantize,
+    multiply,
+    multiply_experts,
+)
 from neso.engine.runners.torch.triton_sampling import sample
 from neso.engine.runners.torch.weights import Experts
 from neso.engine.sampling.token_sampling import SamplingBatch
@@ -106,6 +121,17 @@ MODELS = {
         norm_topk_prob=True,
     ),
 }
+
+QUANTIZED = "quantized matrices"
+"""In the place of a model: the products with matrices of each format."""
+FORMATS: tuple[tuple[CodeFormat, int, bool], ...] = (
+    ("int4", 128, True),
+    ("int8", 32, False),
+    ("e4m3", 128, False),
+)
+"""Codes, inputs of a group, whether groups have offsets: as in AWQ, Q8_0 of GGUF, and block-wise float8."""
+MIN_FLOAT8 = 89
+"""Older GPUs do not multiply float8, so activations are not rounded there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +260,7 @@ def random_steps(count: int) -> list[StepPlan]:
 
 def compile_model(compiling: CompilingDriver, config: dict[str, Any], steps: int) -> int:
     """Compile the kernels of a model for the current device; return how many more variants random steps compiled."""
-    # Older GPUs do not multiply float8, so activations are not rounded there.
-    operations = TritonOperations(multiplies_float8=compiling.targets[compiling.device] >= 89)
+    operations = TritonOperations(multiplies_float8=compiling.targets[compiling.device] >= MIN_FLOAT8)
     options = RunnerOptions("bfloat16", lora_slots=2, max_lora_rank=64)
     loaded = TorchRunner.load(decoder_spec(config), RandomWeights(config), options)
     runner = TorchRunner(loaded.shard, replace(loaded._decoder, operations=operations), loaded.device)
@@ -265,16 +290,82 @@ def compile_float8_experts(operations: TritonOperations, experts: Experts, hidde
     operations.experts(x, Experts(experts.router, gate_up, down, None), chosen, torch.ones(4, 2), "silu")
 
 
+def compile_quantized(compiling: CompilingDriver) -> int:
+    """Compile the products with quantized matrices; return how many more variants other numbers of rows compiled."""
+    multiplies_float8 = compiling.targets[compiling.device] >= MIN_FLOAT8
+    for rows in (1, 100, 300):
+        multiply_rows(rows, multiplies_float8)
+    needed = len(compiling.kernels)
+    for rows in (2, 16, 17, 256, 257, 512):
+        multiply_rows(rows, multiplies_float8)
+    return len(compiling.kernels) - needed
+
+
+def multiply_rows(rows: int, multiplies_float8: bool) -> None:
+    """Multiply rows by a matrix of each format, and by those of two experts.
+
+    The inputs of a matrix of eight chunks are split among programs, those of a single chunk are not.
+    """
+    outputs = 256
+    bias = torch.zeros(outputs, dtype=torch.bfloat16)
+    for codes, group_size, has_offsets in FORMATS:
+        rounded = multiplies_float8 and codes == "e4m3"
+        for chunks in (8, 1):
+            weights = zero_weights(codes, group_size, has_offsets, outputs, chunks)
+            x = torch.zeros(rows, weights.inputs, dtype=torch.bfloat16)
+            if rows > MAX_PRODUCT_ROWS and not rounded:
+                dequantize(weights, x.dtype)
+            else:
+                multiply(x, weights, bias, rounded)
+        out = x.new_empty(2 * rows, outputs // 2)
+        tiles = assign_tiles(torch.zeros(rows, 2, dtype=torch.int64), 2)
+        multiply_experts(x, weights, tiles, out, rounded)
+
+
+def zero_weights(
+    codes: CodeFormat, group_size: int, has_offsets: bool, outputs: int, chunks: int
+) -> GroupedWeights:
+    """Return weights of which each chunk is a group."""
+    width = group_size // 2 if codes == "int4" else group_size
+    scales = torch.zeros(chunks, outputs, dtype=torch.float32 if codes == "e4m3" else torch.float16)
+    return GroupedWeights(
+        codes,
+        torch.zeros(chunks, outputs, width, dtype=torch.uint8),
+        scales,
+        scales.clone() if has_offsets else None,
+        chunk=group_size,
+        group_size=group_size,
+        inputs=chunks * group_size,
+    )
+
+
 def compile_sampling(rows: int, vocab: int) -> None:
     """Compile the kernel that draws a token for each row."""
     draws = SamplingBatch.of([(1.0, 0, 0.9, 0.0, 0.5)] * rows)
     sample(torch.zeros(rows, vocab), *sampling_parameters(draws, torch.device("cpu")))
 
 
+def launched_kernels() -> set[str]:
+    """Return the names of the kernels of the Triton modules, without those that only other kernels call."""
+    kernels: set[str] = set()
+    called: set[str] = set()
+    for module in pkgutil.iter_modules(torch_runner.__path__, f"{torch_runner.__name__}."):
+        if not module.name.rpartition(".")[2].startswith("triton_"):
+            continue
+        for name, kernel in vars(importlib.import_module(module.name)).items():
+            if isinstance(kernel, JITFunction):
+                kernels.add(name)
+                nodes = ast.walk(kernel.parse())
+                called |= {
+                    n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+                }
+    return kernels - called
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--targets", default="80,90,100", help="compute capabilities, times 10")
-    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated names")
+    parser.add_argument("--models", default=",".join([*MODELS, QUANTIZED]), help="comma-separated names")
     parser.add_argument("--steps", type=int, default=200, help="random steps per model")
     parser.add_argument("--json", type=Path)
     arguments = parse_arguments(parser, targets="90", models="Qwen 3 0.6B", steps=10)
@@ -288,14 +379,25 @@ def main() -> None:
         for name in arguments.models.split(","):
             compiling.model = name
             before = len(compiling.kernels)
-            added[f"{name}, sm_{target}"] = compile_model(compiling, MODELS[name], arguments.steps)
+            added[f"{name}, sm_{target}"] = (
+                compile_quantized(compiling)
+                if name == QUANTIZED
+                else compile_model(compiling, MODELS[name], arguments.steps)
+            )
             print_kernels(compiling.kernels[before:])
     print()
     for model, count in added.items():
-        print(f"{model}: {count} more variants in {arguments.steps} random steps")
+        print(f"{model}: {count} more variants in random steps or with other numbers of rows")
+    left_out = {
+        target: sorted(launched_kernels() - {k.name for k in compiling.kernels if k.target == target})
+        for target in targets
+    }
+    for target, names in left_out.items():
+        print(f"sm_{target}: not compiled: {', '.join(names) or 'none'}")
     if arguments.json:
         kernels = [asdict(kernel) for kernel in compiling.kernels]
-        arguments.json.write_text(json.dumps({"kernels": kernels, "added": added}, indent=1))
+        found = {"kernels": kernels, "added": added, "left_out": left_out}
+        arguments.json.write_text(json.dumps(found, indent=1))
 
 
 def print_kernels(kernels: list[Kernel]) -> None:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 BENCH = Path(__file__).parents[3] / "bench" / "gpu_kernels.py"
-MODELS = ("Llama 3 8B", "Gemma 2 9B", "Qwen 3 30B A3B")
+MODELS = ("Gemma 2 9B", "Qwen 3 30B A3B", "quantized matrices")
 SMALLEST_SHARED_MEMORY = 99 * 1024
 """What a thread block may have on the GPUs with the least: compute capability 8.6, 8.9 and 12.0."""
 
@@ -23,13 +23,15 @@ SMALLEST_SHARED_MEMORY = 99 * 1024
 def test_kernels_compile_once_for_each_kind_of_step(tmp_path: Path) -> None:
     # In a process of its own, because in this one the kernels are interpreted.
     report = tmp_path / "kernels.json"
-    options = ["--targets", "80,90,100", "--models", ",".join(MODELS), "--steps", "40", "--json", str(report)]
+    options = ["--targets", "80,90,100", "--models", ",".join(MODELS), "--steps", "20", "--json", str(report)]
     done = subprocess.run([sys.executable, BENCH, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())
     assert set(found["added"].values()) == {0}, found["added"]
+    # Older GPUs do not multiply float8.
+    assert found["left_out"] == {"80": ["_round_chunks", "_round_rows"], "90": [], "100": []}
     for kernel in found["kernels"]:
-        assert kernel["stack"] <= 64, kernel
+        assert kernel["stack"] <= (64 if kernel["name"] == "_attend_tile" else 8), kernel
         assert kernel["shared"] <= SMALLEST_SHARED_MEMORY, kernel
     # Prefill, decode and tree; twice in a model with two kinds of layers.
     tiles = Counter((k["model"], k["target"]) for k in found["kernels"] if k["name"] == "_attend_tile")
