@@ -1,9 +1,12 @@
 // Matrix products: selects the kernel by the kinds of weights and inputs.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/gemm_amx_few_rows.h"
 #include "kernels/gemm_amx_int8.h"
 #include "kernels/gemm_amx_many_rows.h"
+#include "kernels/gemm_amx_unpacked.h"
 #include "kernels/gemm_dense.h"
 #include "kernels/inputs.h"
 
@@ -40,30 +43,32 @@ inline void gemm_bf16(const Input& input, const Matrix& matrix, const GemmRange&
 #endif
 }
 
+#if defined(__AMX_BF16__)
+
+static_assert(kUnpackRows >= kMinTileRows && kUnpackRowsDynamic >= kMinTileRows, "inputs must be in tiles");
+
+inline void gemm_unpacked(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
+                          bool accumulate) {
+    const bool int8 = matrix.kind == WeightKind::int8;
+    const auto gemm = int8 ? gemm_amx_unpacked<WeightKind::int8> : gemm_amx_unpacked<WeightKind::int4>;
+    gemm(input, matrix, range, out, stride, accumulate);
+}
+
+#else
+
 // Unpack a few panels and multiply them while they are cached.
 inline void gemm_unpacked(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                           bool accumulate) {
     constexpr bool kBf16 = kBf16Input == InputKind::bf16;
-    static thread_local Buffer<char> unpacked;
-    Matrix dense;
-    dense.kind = kBf16 ? WeightKind::bf16 : WeightKind::f32;
-    dense.inputs = matrix.inputs;
-    dense.depth = matrix.depth;
-    unpacked.reserve(dense.panel_bytes() * kBlockPanels);
-    dense.data = unpacked.data();
+    using T = std::conditional_t<kBf16, bf16, float>;
+    static thread_local Buffer<T> unpacked;
+    const int64_t panel_values = int64_t(matrix.depth) * kPanel;
+    unpacked.reserve(panel_values * kBlockPanels);
     for (int panel = range.first_panel; panel < range.last_panel; panel += kBlockPanels) {
         const int count = range.last_panel - panel < kBlockPanels ? range.last_panel - panel : kBlockPanels;
-        for (int p = 0; p < count; ++p) {
-            char* to = unpacked.data() + p * dense.panel_bytes();
-            if constexpr (kBf16) {
-                unpack_panel(matrix, panel + p, reinterpret_cast<bf16*>(to));
-            } else {
-                unpack_panel(matrix, panel + p, reinterpret_cast<float*>(to));
-            }
-        }
-        // The panels of `dense` start at output 16 * panel of the matrix.
-        dense.outputs = matrix.outputs - panel * kPanel;
-        dense.bias = matrix.bias ? matrix.bias + panel * kPanel : nullptr;
+        for (int p = 0; p < count; ++p) unpack_panel(matrix, panel + p, unpacked.data() + p * panel_values);
+        const WeightKind kind = kBf16 ? WeightKind::bf16 : WeightKind::f32;
+        const Matrix dense = unpacked_panels(matrix, panel, kind, unpacked.data());
         const GemmRange part{range.first_row, range.last_row, 0, count};
         const char* after = panel + count < range.last_panel ? matrix.panel(panel + count) : nullptr;
         if constexpr (kBf16) {
@@ -73,6 +78,8 @@ inline void gemm_unpacked(const Input& input, const Matrix& matrix, const GemmRa
         }
     }
 }
+
+#endif
 
 inline void gemm(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                  bool accumulate) {

@@ -33,12 +33,12 @@ class Prefetch {
     const int lines_;
 };
 
-// sums += rows . panels over `depth`. `a2`, `b2`: the second 16 rows and the second panel, if present.
-template <bool TwoRows, bool TwoPanels>
-NESO_INLINE void tile_products(const bf16* a, const bf16* a2, const bf16* b, const bf16* b2, int depth,
-                               Prefetch& prefetch) {
+// sums += rows . panels over `depth`. `a2`, `b2`: the second 16 rows and the second panel, if present. `ahead`
+// prefetches or unpacks the next panels meanwhile, a part in each step.
+template <bool TwoRows, bool TwoPanels, typename Ahead>
+NESO_INLINE void tile_products(const bf16* a, const bf16* a2, const bf16* b, const bf16* b2, int depth, Ahead& ahead) {
     for (int k = 0; k < depth; k += kTileDepth) {
-        prefetch.step();
+        ahead.step();
         _tile_loadd(6, b + int64_t(k) * kPanel, kTileBytes);
         _tile_stream_loadd(4, a + int64_t(k) * kTileRows, kTileBytes);
         _tile_dpbf16ps(0, 4, 6);
@@ -106,19 +106,23 @@ NESO_INLINE void prefetch_outputs(const float* out, int64_t stride, int rows) {
     }
 }
 
-template <bool TwoPanels>
+// The end of the pair of panels, or single panel, that starts at `panel`.
+inline int end_of_pair(const GemmRange& range, int panel) {
+    return panel + 2 < range.last_panel ? panel + 2 : range.last_panel;
+}
+
+// Number of blocks of 32 rows.
+inline int row_blocks_of(const GemmRange& range) { return (range.rows() + 2 * kTileRows - 1) / (2 * kTileRows); }
+
+template <bool TwoPanels, typename Ahead>
 inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange& range, int panel, float* out,
-                       int64_t stride, bool accumulate) {
+                       int64_t stride, bool accumulate, Ahead& ahead) {
     static thread_local Buffer<float> waiting;
     constexpr int kPair = 2 * kTileRows, kSums = sizeof(TileSums) / sizeof(float);
     const bf16* b = reinterpret_cast<const bf16*>(matrix.panel(panel));
     const bf16* b2 = b + matrix.panel_bytes() / 2;
-    const int row_blocks = (range.rows() + kPair - 1) / kPair;
+    const int row_blocks = row_blocks_of(range);
     waiting.reserve(int64_t(row_blocks) * kSums);
-    // Two panels have 32 cache lines per step of depth.
-    const char* next = matrix.panel(panel + 2 < range.last_panel ? panel + 2 : panel);
-    Prefetch prefetch(next, panel + 2 < range.last_panel ? next + 2 * matrix.panel_bytes() : next,
-                      (32 + row_blocks - 1) / row_blocks);
     // Whether the sums of whole tiles are the outputs.
     const bool plain = !matrix.bias && !accumulate && (panel + 1 + TwoPanels) * kPanel <= matrix.outputs;
     for (int k = 0; k < input.depth; k += kBlockDepth) {
@@ -134,7 +138,7 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
             if (last) prefetch_outputs<TwoPanels>(to, stride, rows);
             if (rows > kTileRows) {
                 begin_sums<true, TwoPanels>(sums, k == 0);
-                tile_products<true, TwoPanels>(a, a2, b + at, b2 + at, depth, prefetch);
+                tile_products<true, TwoPanels>(a, a2, b + at, b2 + at, depth, ahead);
                 if (last && plain && rows == kPair) {
                     end_sums<true, TwoPanels>(to, stride * 4, kPanel, kTileRows * stride);
                     continue;
@@ -142,7 +146,7 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
                 end_sums<true, TwoPanels>(sums);
             } else {
                 begin_sums<false, TwoPanels>(sums, k == 0);
-                tile_products<false, TwoPanels>(a, a2, b + at, b2 + at, depth, prefetch);
+                tile_products<false, TwoPanels>(a, a2, b + at, b2 + at, depth, ahead);
                 end_sums<false, TwoPanels>(sums);
             }
             if (last) {
@@ -157,11 +161,14 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
 inline void gemm_amx_many_rows(const Input& input, const Matrix& matrix, const GemmRange& range, float* out,
                                int64_t stride, bool accumulate) {
     const Tiles tiles;
-    int panel = range.first_panel;
-    for (; panel + 2 <= range.last_panel; panel += 2) {
-        gemm_tiles<true>(input, matrix, range, panel, out, stride, accumulate);
+    // Two panels have 32 cache lines per step of depth.
+    const int row_blocks = row_blocks_of(range), lines = (32 + row_blocks - 1) / row_blocks;
+    for (int panel = range.first_panel; panel < range.last_panel; panel += 2) {
+        const int end = end_of_pair(range, panel);
+        Prefetch prefetch(matrix.panel(end), matrix.panel(end_of_pair(range, end)), lines);
+        const auto gemm = end - panel == 2 ? gemm_tiles<true, Prefetch> : gemm_tiles<false, Prefetch>;
+        gemm(input, matrix, range, panel, out, stride, accumulate, prefetch);
     }
-    if (panel < range.last_panel) gemm_tiles<false>(input, matrix, range, panel, out, stride, accumulate);
 }
 
 #endif

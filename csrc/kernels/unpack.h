@@ -65,28 +65,49 @@ NESO_INLINE void store_fours(bf16* to, int k, int vector, const F32 (&w)[4]) {
     }
 }
 
-// Unpack a quantized panel to a dense panel of floats [k][16] or bfloat16 [k / 2][16][2].
+// 1 + code / 256, for byte `index` of each lane: the code becomes bits of the mantissa, which saves converting it.
+NESO_INLINE F32 one_and_code(U32 codes, int index) {
+    const U32 shifted = index < 2 ? codes << (15 - 8 * index) : codes >> (8 * index - 15);
+    return as_float((shifted & 0x007f8000u) | 0x3f800000u);
+}
+
+// Unpack kGroup inputs of a quantized panel, from k on, a multiple of kGroup. The dense panel `to` has all inputs:
+// floats [k][16] or bfloat16 [k / 2][16][2].
 template <WeightKind Kind, typename T>
-void unpack_panel(const Matrix& matrix, int panel, T* to) {
+NESO_INLINE void unpack_inputs(const Matrix& matrix, int panel, int k, T* to) {
     const char* codes = matrix.panel(panel);
-    for (int group = 0; group < matrix.groups; ++group) {
-        const GroupScale scale = group_scale(matrix, panel, group);
-        const int end = (group + 1) * matrix.group_size < matrix.depth ? (group + 1) * matrix.group_size : matrix.depth;
-        for (int k = group * matrix.group_size; k < end; k += 8) {
-            for (int v = 0; v < kVectors; ++v) {
-                const EightCodes eight = load_codes<Kind>(codes, k, v);
-                F32 w[4];
-                for (int i = 0; i < 4; ++i) {
-                    w[i] = to_f32((I32)((eight.first >> (8 * i)) & 0xffu)) * scale.scale[v] + scale.offset[v];
-                }
-                store_fours(to, k, v, w);
-                for (int i = 0; i < 4; ++i) {
-                    w[i] = to_f32((I32)((eight.second >> (8 * i)) & 0xffu)) * scale.scale[v] + scale.offset[v];
-                }
-                store_fours(to, k + 4, v, w);
-            }
+    GroupScale scale = group_scale(matrix, panel, k / matrix.group_size);
+    for (int v = 0; v < kVectors; ++v) {
+        scale.scale[v] *= 256.0f;
+        scale.offset[v] -= scale.scale[v];  // exact for symmetric codes, since scales have 11 bits
+    }
+    for (const int end = k + kGroup; k < end; k += 8) {
+        for (int v = 0; v < kVectors; ++v) {
+            const EightCodes eight = load_codes<Kind>(codes, k, v);
+            F32 w[4];
+            for (int i = 0; i < 4; ++i) w[i] = one_and_code(eight.first, i) * scale.scale[v] + scale.offset[v];
+            store_fours(to, k, v, w);
+            for (int i = 0; i < 4; ++i) w[i] = one_and_code(eight.second, i) * scale.scale[v] + scale.offset[v];
+            store_fours(to, k + 4, v, w);
         }
     }
+}
+
+// The panels from `panel` on, which are unpacked to `data`.
+inline Matrix unpacked_panels(const Matrix& matrix, int panel, WeightKind kind, const void* data) {
+    Matrix dense;
+    dense.kind = kind;
+    dense.outputs = matrix.outputs - panel * kPanel;
+    dense.inputs = matrix.inputs;
+    dense.depth = matrix.depth;
+    dense.data = data;
+    dense.bias = matrix.bias ? matrix.bias + panel * kPanel : nullptr;
+    return dense;
+}
+
+template <WeightKind Kind, typename T>
+void unpack_panel(const Matrix& matrix, int panel, T* to) {
+    for (int k = 0; k < matrix.depth; k += kGroup) unpack_inputs<Kind>(matrix, panel, k, to);
 }
 
 template <typename T>

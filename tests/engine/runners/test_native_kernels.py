@@ -73,6 +73,14 @@ def multiply(matrix: PackedMatrix, x: npt.NDArray[np.float32], isa: str, threads
     return out
 
 
+def rows_of(matrix: PackedMatrix, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+    """Return the weights of a packed matrix, float32[outputs, inputs]."""
+    weights, native = np.empty(shape, np.float32), matrix.native()
+    for index, row in enumerate(weights):
+        _native.matrix_row(native, index, row, "generic")
+    return weights
+
+
 def relative_error(found: Any, expected: Any) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
@@ -122,6 +130,36 @@ def test_quantized_products(isa: str, bits: int, group: int, offsets: bool, dyna
             x = normal(rng, rows, inputs)
             error = relative_error(multiply(matrix, x, isa), x @ quantized.dequantize().T)
             assert error < TOLERANCE["dynamic" if dynamic else f"int{bits}"], (outputs, inputs, rows)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", [(16, 32), (37, 544), (112, 1056), (130, 192)], ids=str)
+@pytest.mark.parametrize("offsets", [False, True], ids=["symmetric", "offsets"])
+def test_quantized_products_in_bfloat16_are_those_of_the_unpacked_weights(
+    bits: int, shape: tuple[int, int], offsets: bool
+) -> None:
+    """Unpacking weights ahead of the products changes no bit. Odd and even numbers of panels, one thread and more."""
+    thresholds = {"avx512_bf16": 21, "amx": 13}  # fewer rows are multiplied as integers
+    levels = [isa for isa in thresholds if isa in _native.supported_isas()]
+    if not levels:
+        pytest.skip("this CPU has no bfloat16 instructions")
+    rng = np.random.default_rng(14)
+    quantized = random_codes(rng, *shape, bits, 32, offsets=offsets, order=False)
+    bias = normal(rng, shape[0])
+    matrix = packer().pack([quantized], bias)
+    # The packed weights, rounded as the kernels do: by adding half a unit.
+    weights = rows_of(matrix, shape)
+    rounded = ((weights.view(np.uint32) + 0x8000) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
+    dense = packer("bf16").pack([rounded], bias)
+    x = normal(rng, 300, shape[1])
+    for isa in levels:
+        for rows in (13, 16, 17, 64, 100, 300):
+            if rows < thresholds[isa]:
+                continue
+            expected = multiply(dense, x[:rows], isa)
+            for threads in (1, 3):
+                found = multiply(matrix, x[:rows], isa, threads)
+                np.testing.assert_array_equal(found, expected, f"{isa}, {rows} rows, {threads} threads")
 
 
 @pytest.mark.parametrize("group", [64, 256])
