@@ -17,7 +17,6 @@ def engine_rate(python: Path, model: Path, prompts: list[list[int]], osl: int, m
     Raises `RuntimeError` if the process fails.
     """
     work = json.dumps([str(model), prompts, osl, max_num_seqs])
-    # An environment's interpreter may be a link to one without the environment's packages: don't resolve it.
     command = [str(python), "-c", "import engine_rate; engine_rate.run()"]
     process = subprocess.run(
         command, input=work, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent

@@ -131,7 +131,7 @@ FORMATS: tuple[tuple[CodeFormat, int, bool], ...] = (
 )
 """Codes, inputs of a group, whether groups have offsets: as in AWQ, Q8_0 of GGUF, and block-wise float8."""
 MIN_FLOAT8 = 89
-"""Older GPUs do not multiply float8, so activations are not rounded there."""
+"""The lowest compute capability, times 10, that multiplies float8; activations are rounded only from there on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,17 +144,14 @@ NESO_INLINE void store_totals(const Matrix& matrix, int panel, int rows, const f
     }
 }
 
+// `prefetch` is a copy, so that it stays in registers.
 template <int Panels>
 inline void gemm_byte_tiles(const Input& input, const Matrix& matrix, const GemmRange& range, int panel, float* out,
-                            int64_t stride, bool accumulate) {
+                            int64_t stride, bool accumulate, Prefetch prefetch) {
     static thread_local Buffer<float> waiting;
     constexpr int kPair = 2 * kTileRows, kTotals = kPair * Panels * kPanel;
-    const int row_blocks = (range.rows() + kPair - 1) / kPair;
+    const int row_blocks = row_blocks_of(range);
     waiting.reserve(int64_t(row_blocks) * kTotals);
-    // A panel has 16 cache lines per step of 64 inputs.
-    const char* next = matrix.panel(panel + Panels < range.last_panel ? panel + Panels : panel);
-    Prefetch prefetch(next, panel + Panels < range.last_panel ? next + Panels * matrix.panel_bytes() : next,
-                      (16 * Panels + row_blocks - 1) / row_blocks);
     const int whole = kByteBlockDepth / input.group_size * input.group_size;
     const int block_depth = whole ? whole : input.group_size;
     for (int k = 0; k < input.depth; k += block_depth) {
@@ -182,11 +179,10 @@ inline void gemm_byte_tiles(const Input& input, const Matrix& matrix, const Gemm
 inline void gemm_amx_int8(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                           bool accumulate) {
     const Tiles tiles;
-    int panel = range.first_panel;
-    for (; panel + 2 <= range.last_panel; panel += 2) {
-        gemm_byte_tiles<2>(input, matrix, range, panel, out, stride, accumulate);
-    }
-    if (panel < range.last_panel) gemm_byte_tiles<1>(input, matrix, range, panel, out, stride, accumulate);
+    for_each_pair(matrix, range, [&](int panel, bool two, Prefetch prefetch) {
+        const auto gemm = two ? gemm_byte_tiles<2> : gemm_byte_tiles<1>;
+        gemm(input, matrix, range, panel, out, stride, accumulate, prefetch);
+    });
 }
 
 #endif

@@ -114,6 +114,19 @@ inline int end_of_pair(const GemmRange& range, int panel) {
 // Number of blocks of 32 rows.
 inline int row_blocks_of(const GemmRange& range) { return (range.rows() + 2 * kTileRows - 1) / (2 * kTileRows); }
 
+// Calls multiply(panel, two, prefetch) for each pair of panels, and with `two` false for a last single one. `prefetch`
+// fetches the next panels in the steps of the products.
+template <typename Multiply>
+inline void for_each_pair(const Matrix& matrix, const GemmRange& range, const Multiply& multiply) {
+    // A step reads a tile of each panel: the tiles of two panels have 32 cache lines.
+    const int row_blocks = row_blocks_of(range), lines = (32 + row_blocks - 1) / row_blocks;
+    for (int panel = range.first_panel; panel < range.last_panel; panel += 2) {
+        const int end = end_of_pair(range, panel);
+        Prefetch prefetch(matrix.panel(end), matrix.panel(end_of_pair(range, end)), lines);
+        multiply(panel, end - panel == 2, prefetch);
+    }
+}
+
 template <bool TwoPanels, typename Ahead>
 inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange& range, int panel, float* out,
                        int64_t stride, bool accumulate, Ahead& ahead) {
@@ -161,14 +174,10 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
 inline void gemm_amx_many_rows(const Input& input, const Matrix& matrix, const GemmRange& range, float* out,
                                int64_t stride, bool accumulate) {
     const Tiles tiles;
-    // Two panels have 32 cache lines per step of depth.
-    const int row_blocks = row_blocks_of(range), lines = (32 + row_blocks - 1) / row_blocks;
-    for (int panel = range.first_panel; panel < range.last_panel; panel += 2) {
-        const int end = end_of_pair(range, panel);
-        Prefetch prefetch(matrix.panel(end), matrix.panel(end_of_pair(range, end)), lines);
-        const auto gemm = end - panel == 2 ? gemm_tiles<true, Prefetch> : gemm_tiles<false, Prefetch>;
+    for_each_pair(matrix, range, [&](int panel, bool two, Prefetch& prefetch) {
+        const auto gemm = two ? gemm_tiles<true, Prefetch> : gemm_tiles<false, Prefetch>;
         gemm(input, matrix, range, panel, out, stride, accumulate, prefetch);
-    }
+    });
 }
 
 #endif

@@ -261,7 +261,7 @@ def changed(settings: Settings, name: str, value: Any) -> Settings:
 
 
 def _default(name: str) -> Any:
-    """Return the default value of an engine option; None if it is unknown, as it depends on the GPU."""
+    """Return the default of an engine option; None for a limit of a step if there is a GPU, on which it depends."""
     if name in StepLimits._fields:
         return None if has_nvidia_gpu() else getattr(CPU_LIMITS, name)
     return next((option.default for option in engine_options() if option.name == name), None)

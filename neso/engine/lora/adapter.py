@@ -20,6 +20,15 @@ Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 TARGETS: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")
 """Matrices that can be adapted."""
 
+PRODUCTS: tuple[tuple[Target, ...], ...] = (
+    ("query", "key", "value"),
+    ("output",),
+    ("gate", "up"),
+    ("down",),
+)
+"""The targets of each product of a layer, which have the same input, in the order of its outputs. The indices are those
+of csrc/model/adapter.h."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:

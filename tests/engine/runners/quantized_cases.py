@@ -137,7 +137,7 @@ class QuantizedProductCases:
     def test_products_of_experts_equal_those_of_each(
         self, device: torch.device, multiplied_dtype: torch.dtype, name: str
     ) -> None:
-        """With a row for each token, then for each slot."""
+        """First x has a row for each token, then a row for each slot."""
         experts: list[Sequence[QuantizedMatrix | Float8Matrix]] = [
             [float8_matrix(name, seed=seed)] if name in FLOAT8 else INTEGERS[name].make(seed)
             for seed in range(3)

@@ -11,18 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 import neso._native as _native
-from neso.engine.lora.adapter import LoraAdapter, LowRank, Target
+from neso.engine.lora.adapter import PRODUCTS, LoraAdapter, LowRank, Target
 from neso.engine.runners.native.packing import PANEL, Arena
 
 AdapterKind = Literal["f32", "bf16"]
 
-# The targets of each product, in the order of its outputs; same indices as in csrc/model/adapter.h.
-_PRODUCTS: tuple[tuple[Target, ...], ...] = (
-    ("query", "key", "value"),
-    ("output",),
-    ("gate", "up"),
-    ("down",),
-)
 _DTYPES: dict[AdapterKind, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),
     "bf16": np.dtype(ml_dtypes.bfloat16),
@@ -44,7 +37,7 @@ class NativeAdapter:
         packer = _Packer(kind)
         native = _native.Adapter(kind, len(adapter.layers))
         for layer, changes in enumerate(adapter.layers):
-            for product, targets in enumerate(_PRODUCTS):
+            for product, targets in enumerate(PRODUCTS):
                 adapted = [target for target in targets if target in changes]
                 if adapted:
                     a, scales = packer.pack_a([changes[target] for target in adapted])

@@ -10,16 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from neso.engine.lora.adapter import LoraAdapter, Target, targets_of
+from neso.engine.lora.adapter import PRODUCTS, LoraAdapter, Target, targets_of
 from neso.engine.specs.decoder_spec import DecoderSpec, layer_shapes
-
-_PRODUCTS: tuple[tuple[Target, ...], ...] = (
-    ("query", "key", "value"),
-    ("output",),
-    ("gate", "up"),
-    ("down",),
-)
-"""Targets whose matrices are stacked, because they have the same input."""
 
 EXPAND_COLUMNS = 128
 """Most outputs in a block of the product with B."""
@@ -133,7 +125,7 @@ class AdapterSlots:
         for layer in range(spec.num_layers if slots else 0):
             shapes, adaptable = layer_shapes(spec, layer), targets_of(spec, layer)
             stacks = {}
-            for product in _PRODUCTS:
+            for product in PRODUCTS:
                 targets = tuple(target for target in product if target in adaptable)
                 if targets:
                     widths = [shapes[target][0] for target in targets]

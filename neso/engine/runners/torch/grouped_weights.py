@@ -45,7 +45,7 @@ class GroupedWeights:
         return self.codes.shape[1]
 
     def part(self, first: int, end: int) -> GroupedWeights:
-        """Return a view of some outputs."""
+        """Return a view of the outputs from `first` up to `end`."""
         offsets = None if self.offsets is None else self.offsets[:, first:end]
         return replace(
             self, codes=self.codes[:, first:end], scales=self.scales[:, first:end], offsets=offsets

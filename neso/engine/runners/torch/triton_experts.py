@@ -101,12 +101,13 @@ def assign_tiles(chosen: Tensor, num_experts: int) -> Tiles:
 
 
 @triton.jit
-def _float8_to_float16(codes):
-    """Convert the bits of e4m3 numbers, uint8: GPUs before compute capability 8.9 have no instruction for it."""
-    bits = codes.to(tl.uint16)
-    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    # The bias of the exponent is 15 in float16 and 7 in e4m3.
-    return half * 256.0
+def decode_e4m3(bits, kind: tl.constexpr):
+    """Return the e4m3 numbers with these bits, uint8, divided by 256: as float16 their exponent is 8 smaller.
+
+    GPUs before compute capability 8.9 have no instruction for it.
+    """
+    wide = bits.to(tl.uint16)
+    return (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True).to(kind)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -164,7 +165,7 @@ def _multiply_tile(
             product = tl.dot(values, weights.T, product, max_num_imprecise_acc=DEPTH)
         else:
             if FLOAT8:
-                weights = _float8_to_float16(weights).to(values.dtype)
+                weights = (decode_e4m3(weights, tl.float16) * 256.0).to(values.dtype)
             product = tl.dot(values, weights.T, product, input_precision="ieee")
     if FLOAT8 or ROUNDED:
         product *= tl.load(scales + expert * outputs + column, mask=column_exists, other=0.0)[None]

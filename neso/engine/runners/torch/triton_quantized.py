@@ -17,20 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from neso.engine.runners.torch.grouped_weights import GroupedWeights
-from neso.engine.runners.torch.triton_experts import TILE_SLOTS, Tiles
+from neso.engine.runners.torch.triton_experts import TILE_SLOTS, Tiles, decode_e4m3
 
 MAX_PRODUCT_ROWS = 256
 """With more rows it is faster to dequantize the matrix once for a dense product."""
 
 _FEW_ROWS = 16
 _MAX_SPLITS = 8
-
-
-@triton.jit
-def _e4m3(bits, kind: tl.constexpr):
-    """Return e4m3 numbers divided by 256: as float16, their bits have an exponent that is 8 smaller."""
-    wide = bits.to(tl.uint16)
-    return (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True).to(kind)
 
 
 # Not specialized, because the number of rows changes with every step.
@@ -104,7 +97,7 @@ def _multiply(
         elif ROUNDED:
             product = tl.dot(low, packed.to(kind, bitcast=True))
         else:
-            product = tl.dot(low, _e4m3(packed, kind), input_precision="ieee")
+            product = tl.dot(low, decode_e4m3(packed, kind), input_precision="ieee")
         group = wide_chunk // chunks_per_group * stride
         scale = tl.load(scales + group + stored, mask=output_exists, other=0.0).to(tl.float32)
         if ROUNDED:
@@ -179,7 +172,7 @@ def _dequantize(
     elif FORMAT == "int8":
         low = signed.to(tl.float32)
     else:
-        low = _e4m3(packed, tl.float32)
+        low = decode_e4m3(packed, tl.float32)
     tl.store(
         out + output[:, None] * inputs + column[None, :],
         factor * (scale * low + offset),
@@ -345,7 +338,7 @@ def multiply_experts(
 
 
 def _decoded_factor(weights: GroupedWeights) -> float:
-    """Return the factor of codes converted inside a kernel; see `_e4m3`."""
+    """Return the factor of codes converted inside a kernel; see `decode_e4m3`."""
     return weights.factor * 256 if weights.format == "e4m3" else weights.factor
 
 
