@@ -73,20 +73,20 @@ def serve(
             process.wait()
 
 
-def neso(model: Path, *options: str, program: Path | None = None):  # type: ignore[no-untyped-def]
+def neso(model: Path, *options: str, program: Path | None = None, port: int = NESO_PORT):  # type: ignore[no-untyped-def]
     """Run `neso serve` with its OpenAI port only. `program`: that of another environment."""
     command = [
         str(program or Path(sys.executable).with_name("neso")),
         "serve",
         f"model={model}",
         "--openai-port",
-        str(NESO_PORT),
+        str(port),
         "--allow-http=false",
         "--allow-grpc=false",
         "--allow-metrics=false",
         *options,
     ]
-    return serve("neso", command, f"http://127.0.0.1:{NESO_PORT}", "model")
+    return serve("neso", command, f"http://127.0.0.1:{port}", "model")
 
 
 def _responds(url: str) -> bool:

@@ -1,12 +1,14 @@
 """Neso beside llama.cpp's servers and vLLM: throughput and latency by load and concurrency.
 
-All serve the same checkpoint with bfloat16 weights on all cores through the OpenAI API, one server at a time, and get
-the same prompts as text. Throughput is relative to Neso's in the same round; medians of the rounds are printed. A
-server whose environment is not installed is left out; bench/vs_llamacpp.py and bench/vs_vllm.py install them.
+All serve the same checkpoint with bfloat16 weights on all cores through the OpenAI API and get the same prompts as
+text. All are started first; then they take turns with each load while the others are idle, so that the figures of a
+load are minutes apart. Throughput is relative to Neso's in the same round; medians of the rounds are printed. A server
+whose environment is not installed is left out; bench/vs_llamacpp.py and bench/vs_vllm.py install them.
 
 With --limits, Neso's engine runs the same loads alone, without server and clients, and throughput is also printed as a
 share of what the machine allows (bench/machine_limits.py): the larger of the bytes of all decode steps / bandwidth and
-of all operations / GEMM rate, as if weights and cache were read while the processor computes.
+of all operations / GEMM rate, as if weights and cache were read while the processor computes. Both rates are measured
+before each load; the best of the run count.
 
 usage: python bench/studies/servers.py [CHECKPOINT] [--size m] [--loads 128/64 32/256] [--concurrency 1 4 16 64]
            [--rounds 2] [--limits] [--before VENV] [--llamacpp VENV] [--llama-server FILE] [--vllm VENV]
@@ -24,7 +26,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +36,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from checkpoint import write_checkpoint
 from engine_rate import engine_rate
 from load import LoadResult, Workload, one_token_words, run_load
-from machine_limits import describe, use_smoke_sizes
+from machine_limits import MachineLimits, describe, use_smoke_sizes
 from machine_limits import measure as measure_limits
 from peer_server import RunningServer, machine, neso, serve
 from roofline import Model, Phase
@@ -44,6 +46,7 @@ from neso.engine.runners.runner_options import RunnerOptions
 from neso.perf.report.charts import Chart, Series
 
 LLAMA_SERVER_PORT = 19300
+NESO_BEFORE_PORT = 19301
 ENGINE = "engine"
 BEFORE = " before"
 """Added to the names of another version."""
@@ -126,17 +129,34 @@ def main() -> None:
         if arguments.before and engines:
             engines[ENGINE + BEFORE] = arguments.before / "bin" / "python"
         words = one_token_words(model)
-        print(f"{machine()}; {', '.join(servers)}", flush=True)
         rounds: list[Round] = []
-        for number in range(arguments.rounds):
-            found: Round = {}
-            for name, python in engines.items():
-                found |= measure_engine(name, python, model, loads, number)
-            for name, start in servers.items():
-                found |= measure(name, start, loads, words, number)
-            rounds.append(found)
-        limits = limits_of(model, loads) if arguments.limits else {}
-    show([*engines, *servers], loads, rounds, limits)
+        limits: MachineLimits | None = None
+        with ExitStack() as stack:
+            running = {name: stack.enter_context(start()) for name, start in servers.items()}
+            print(f"{machine()}; {', '.join(servers)}", flush=True)
+            for server in running.values():
+                measure(server, Workload(*loads[0][:2], 2, 4, seed=999), words)
+            for number in range(arguments.rounds):
+                found: Round = {}
+                for load in loads:
+                    if arguments.limits:
+                        now = measure_limits()
+                        limits = now if limits is None else limits.best_with(now)
+                        print(describe(now), end="", file=sys.stderr)
+                    for name, python in engines.items():
+                        prompts = load.workload(number).prompts()
+                        rate = engine_rate(python, model, prompts, load.osl, load.concurrency)
+                        found[name, load] = Figures(rate)
+                        print(f"{name:13} {load!s:8} {load.concurrency:3} {rate:7.1f} tok/s", file=sys.stderr)
+                    for name, server in running.items():
+                        result = measure(server, load.workload(number), words)
+                        found[name, load] = Figures.of(result)
+                        print(f"{name:13} {load!s:8} {load.concurrency:3} {result}", file=sys.stderr)
+                rounds.append(found)
+        rates = {} if limits is None else {load: limiting_rate(model, load, limits) for load in loads}
+    if limits is not None:
+        print(describe(limits), end="")
+    show([*engines, *servers], loads, rounds, rates)
     if arguments.plot:
         plot(list(servers), loads, rounds, arguments.plot)
 
@@ -145,7 +165,9 @@ def starters(model: Path, arguments: argparse.Namespace, folder: Path, loads: li
     """Return a function for each installed server that starts it with the checkpoint."""
     found: dict[str, Start] = {"Neso": lambda: neso(model)}
     if arguments.before is not None:
-        found["Neso" + BEFORE] = lambda: neso(model, program=arguments.before / "bin" / "neso")
+        found["Neso" + BEFORE] = lambda: neso(
+            model, program=arguments.before / "bin" / "neso", port=NESO_BEFORE_PORT
+        )
     if arguments.llamacpp is not None or arguments.llama_server is not None:
         # Lazy: needs the package gguf.
         from gguf import GGMLQuantizationType
@@ -175,48 +197,21 @@ def llama_server(program: Path, file: Path, loads: list[Load]) -> AbstractContex
     return serve("llama-server", command, f"http://127.0.0.1:{LLAMA_SERVER_PORT}", "model", probe="/health")
 
 
-def measure(name: str, start: Start, loads: list[Load], words: list[str], number: int) -> Round:
-    """Start a server and run each load, after a warm-up."""
-
-    def run(server: RunningServer, work: Workload) -> LoadResult:
-        # Sampled tokens: the likeliest token of random weights may have no text.
-        return run_load(server.url, server.model, work, words=words, temperature=1.0)
-
-    found: Round = {}
-    with start() as server:
-        run(server, Workload(loads[0].isl, loads[0].osl, 2, 4, seed=999))
-        for load in loads:
-            result = run(server, load.workload(number))
-            found[name, load] = Figures.of(result)
-            print(f"{name:13} {load!s:8} {load.concurrency:3} {result}", file=sys.stderr, flush=True)
-    return found
+def measure(server: RunningServer, work: Workload, words: list[str]) -> LoadResult:
+    """Run a load. Tokens are sampled, since the likeliest token of random weights may have no text."""
+    return run_load(server.url, server.model, work, words=words, temperature=1.0)
 
 
-def measure_engine(name: str, python: Path, model: Path, loads: list[Load], number: int) -> Round:
-    """Run each load in the engine that `python` imports."""
-    found: Round = {}
-    for load in loads:
-        prompts = load.workload(number).prompts()
-        found[name, load] = Figures(engine_rate(python, model, prompts, load.osl, load.concurrency))
-        print(f"{name:13} {load!s:8} {load.concurrency:3} {found[name, load]}", file=sys.stderr, flush=True)
-    return found
-
-
-def limits_of(path: Path, loads: list[Load]) -> dict[Load, float]:
-    """Return the output tokens per second that the machine allows for each load."""
-    limits = measure_limits()
-    print(describe(limits), end="")
-    found = {}
-    for load in loads:
-        prefill = Phase("prefill", load.concurrency, load.isl, 0)
-        decode = Phase("decode", load.concurrency, 1, load.isl + load.osl // 2)
-        model = Model(path, RunnerOptions(), (prefill, decode))
-        steps = load.osl - 1
-        seconds = limits.seconds(
-            steps * model.read_bytes(decode), model.flops(prefill) + steps * model.flops(decode), model.kind
-        )
-        found[load] = load.concurrency * load.osl / seconds
-    return found
+def limiting_rate(path: Path, load: Load, limits: MachineLimits) -> float:
+    """Return the output tokens per second that the machine allows."""
+    prefill = Phase("prefill", load.concurrency, load.isl, 0)
+    decode = Phase("decode", load.concurrency, 1, load.isl + load.osl // 2)
+    model = Model(path, RunnerOptions(), (prefill, decode))
+    steps = load.osl - 1
+    seconds = limits.seconds(
+        steps * model.read_bytes(decode), model.flops(prefill) + steps * model.flops(decode), model.kind
+    )
+    return load.concurrency * load.osl / seconds
 
 
 def show(names: list[str], loads: list[Load], rounds: list[Round], limits: dict[Load, float]) -> None:
