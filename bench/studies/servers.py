@@ -8,7 +8,7 @@ whose environment is not installed is left out; bench/vs_llamacpp.py and bench/v
 With --limits, Neso's engine runs the same loads alone, without server and clients, and throughput is also printed as a
 share of what the machine allows (bench/machine_limits.py): the larger of the bytes of all decode steps / bandwidth and
 of all operations / GEMM rate, as if weights and cache were read while the processor computes. Both rates are measured
-before each load; the best of the run count.
+before each load, because those of a shared machine change.
 
 usage: python bench/studies/servers.py [CHECKPOINT] [--size m] [--loads 128/64 32/256] [--concurrency 1 4 16 64]
            [--rounds 2] [--limits] [--before VENV] [--llamacpp VENV] [--llama-server FILE] [--vllm VENV]
@@ -48,6 +48,7 @@ from neso.perf.report.charts import Chart, Series
 LLAMA_SERVER_PORT = 19300
 NESO_BEFORE_PORT = 19301
 ENGINE = "engine"
+LIMIT = "limit"
 BEFORE = " before"
 """Added to the names of another version."""
 Start = Callable[[], AbstractContextManager[RunningServer]]
@@ -130,7 +131,6 @@ def main() -> None:
             engines[ENGINE + BEFORE] = arguments.before / "bin" / "python"
         words = one_token_words(model)
         rounds: list[Round] = []
-        limits: MachineLimits | None = None
         with ExitStack() as stack:
             running = {name: stack.enter_context(start()) for name, start in servers.items()}
             print(f"{machine()}; {', '.join(servers)}", flush=True)
@@ -140,9 +140,9 @@ def main() -> None:
                 found: Round = {}
                 for load in loads:
                     if arguments.limits:
-                        now = measure_limits()
-                        limits = now if limits is None else limits.best_with(now)
-                        print(describe(now), end="", file=sys.stderr)
+                        limits = measure_limits()
+                        print(describe(limits), end="", file=sys.stderr)
+                        found[LIMIT, load] = Figures(limiting_rate(model, load, limits))
                     for name, python in engines.items():
                         prompts = load.workload(number).prompts()
                         rate = engine_rate(python, model, prompts, load.osl, load.concurrency)
@@ -153,10 +153,7 @@ def main() -> None:
                         found[name, load] = Figures.of(result)
                         print(f"{name:13} {load!s:8} {load.concurrency:3} {result}", file=sys.stderr)
                 rounds.append(found)
-        rates = {} if limits is None else {load: limiting_rate(model, load, limits) for load in loads}
-    if limits is not None:
-        print(describe(limits), end="")
-    show([*engines, *servers], loads, rounds, rates)
+    show([*engines, *servers], loads, rounds)
     if arguments.plot:
         plot(list(servers), loads, rounds, arguments.plot)
 
@@ -214,7 +211,7 @@ def limiting_rate(path: Path, load: Load, limits: MachineLimits) -> float:
     return load.concurrency * load.osl / seconds
 
 
-def show(names: list[str], loads: list[Load], rounds: list[Round], limits: dict[Load, float]) -> None:
+def show(names: list[str], loads: list[Load], rounds: list[Round]) -> None:
     """Print the medians of all figures, and relative to Neso's of the same round."""
     columns = ("tok/s", "TTFT ms", "ITL ms", "tok/s", "TTFT", "ITL", "of limit")
     head = " ".join(f"{name:>8}" for name in columns)
@@ -228,7 +225,12 @@ def show(names: list[str], loads: list[Load], rounds: list[Round], limits: dict[
                 statistics.median(_ratio(getattr(run, field), getattr(ours, field)) for run, ours in runs)
                 for field in fields
             ]
-            share = f"{100 * own[0] / limits[load]:6.0f} %" if load in limits else ""
+            shares = [
+                one[name, load].tokens_per_second / one[LIMIT, load].tokens_per_second
+                for one in rounds
+                if (LIMIT, load) in one
+            ]
+            share = f"{100 * statistics.median(shares):6.0f} %" if shares else ""
             values = f"{own[0]:8.1f} {own[1]:8.0f} {own[2]:8.1f} {ratios[0]:8.2f} {ratios[1]:8.2f} {ratios[2]:8.2f}"
             print(f"{name:13} {load!s:8} {load.concurrency:9} {values} {share}")
 
