@@ -1,6 +1,7 @@
 """Sampling in torch without sorting the vocabulary, against sorting every row.
 
-Runs on the CPU, where the runner uses plain torch; a GPU runs a Triton kernel, which this script does not measure.
+Runs on the CPU, where the runner uses plain torch; a GPU runs a Triton kernel, which
+bench/gpu_features.py measures.
 
 usage: python bench/device_sampling.py [--rows 32] [--vocab 128256] [--repeats 5] [--smoke]
 """

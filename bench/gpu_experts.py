@@ -1,9 +1,9 @@
 """A mixture-of-experts layer on a GPU: all rows in one grouped product, against a loop over the experts.
 
 Prints milliseconds of a layer for several numbers of tokens: the loop, which waits for the number of rows of each
-expert; the grouped kernels; the same kernels in a CUDA graph, as in a decode step; and the ratio of the first to the
-last. Weights and routing are random. `--smoke` runs a tiny layer, without a GPU in Triton's interpreter, to test the
-script.
+expert; the grouped kernels; the same kernels in a CUDA graph, as in a decode step; the ratio of the first to the last;
+and the relative error between the two. Weights and routing are random. `--smoke` runs a tiny layer, without a GPU in
+Triton's interpreter, to test the script.
 
 usage: python bench/gpu_experts.py [--experts 128] [--top-k 8] [--hidden 2048] [--width 768] [--quantization fp8]
            [--tokens 1,16,64,256,4096] [--smoke]
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 
 import torch
 from smoke import exit_missing, parse_arguments
@@ -23,7 +22,7 @@ if not torch.cuda.is_available():
     # Read when the kernels are imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from gpu_llama import seconds
+from gpu_model import captured, check_close, seconds
 
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS
 from neso.engine.runners.torch.device_runner import operations_for
@@ -31,6 +30,9 @@ from neso.engine.runners.torch.linears import DenseLinear, ExpertLinears, Float8
 from neso.engine.runners.torch.operations import PlainOperations
 from neso.engine.runners.torch.triton_operations import TritonOperations
 from neso.engine.runners.torch.weights import Experts
+
+MAX_ERROR = 0.05
+"""Between experts of both ways: each rounds to bfloat16, and to float8 if the weights are."""
 
 
 def random_experts(
@@ -43,18 +45,6 @@ def random_experts(
 
     router = DenseLinear(torch.randn(count, hidden, dtype=dtype, device=device))
     return Experts(router, matrices(2 * width, hidden), matrices(hidden, width), None)
-
-
-def captured(function: Callable[[], Tensor]) -> Callable[[], object]:
-    """Return the replay of a CUDA graph; the function itself without a GPU."""
-    if not torch.cuda.is_available():
-        return function
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
 
 
 @torch.inference_mode()
@@ -83,7 +73,8 @@ def main() -> None:
     print(torch.cuda.get_device_name() if gpu else "interpreter")
     shape = f"{arguments.experts} experts of {arguments.hidden} x {arguments.width}"
     print(f"{shape}, {arguments.top_k} per token, {arguments.quantization or dtype}")
-    print(f"{'tokens':>6} {'loop ms':>9} {'grouped ms':>11} {'in a graph ms':>14} {'ratio':>6}")
+    print(f"{'tokens':>6} {'loop ms':>9} {'grouped ms':>11} {'in a graph ms':>14} {'ratio':>6} {'error':>7}")
+    ratios = []
     for tokens in map(int, arguments.tokens.split(",")):
         x = torch.randn(tokens, arguments.hidden, dtype=dtype, device=device)
         weights, chosen = experts.router(x).float().softmax(dim=-1).topk(arguments.top_k, dim=-1)
@@ -93,6 +84,7 @@ def main() -> None:
         ) -> Tensor:
             return operations.experts(x, experts, chosen, weights, "silu")
 
+        error = check_close(f"{tokens} tokens", run(grouped), run(looped), MAX_ERROR)
         taken = [
             1e3 * seconds(function, runs)
             for function in (
@@ -101,7 +93,10 @@ def main() -> None:
                 captured(lambda run=run: run(grouped)),
             )
         ]
-        print(f"{tokens:6} {taken[0]:9.2f} {taken[1]:11.2f} {taken[2]:14.2f} {taken[0] / taken[2]:6.1f}")
+        ratio = taken[0] / taken[2]
+        ratios.append(f"{ratio:.1f} with {tokens} tokens")
+        print(f"{tokens:6} {taken[0]:9.2f} {taken[1]:11.2f} {taken[2]:14.2f} {ratio:6.1f} {error:7.4f}")
+    print(f"headline: times as fast as a loop over the experts: {', '.join(ratios)}")
 
 
 if __name__ == "__main__":

@@ -27,11 +27,13 @@ from typing import Any
 
 # Triton reads it when kernels are imported; interpreted kernels are not compiled.
 os.environ.pop("TRITON_INTERPRET", None)
+# Steps run on the CPU on any machine: a GPU would capture graphs of kernels that do not run.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import numpy as np
 import torch
 import triton
-from gpu_llama import BLOCK_SIZE, RandomWeights
+from gpu_model import BLOCK_SIZE, RandomWeights
 from smoke import parse_arguments
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
@@ -185,7 +187,7 @@ class CompilingDriver(DriverBase):
     def get_device_properties(self, device: int) -> dict[str, int]:
         """Return the shared memory that a thread block may have (CUDA Programming Guide, compute capabilities)."""
         kilobytes = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-        return {"max_shared_mem": kilobytes[self.targets[device]] * 1024}
+        return {"max_shared_mem": kilobytes.get(self.targets[device], 99) * 1024}
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         self._warps = metadata.num_warps

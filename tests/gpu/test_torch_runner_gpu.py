@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import load_oracle, make_checkpoint
+from checkpoints import load_oracle
 from oracle import greedy
 from plan_builder import PlanBuilder, oracle_logits, random_tokens, run
 from torch_cases import (
@@ -38,14 +38,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA
 Factory = Callable[..., Path]
 KINDS = [torch.float32, torch.float16, torch.bfloat16]
 MAX_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def checkpoint_factory(tmp_path_factory: pytest.TempPathFactory) -> Factory:
-    def factory(arch: str = "llama", **overrides: Any) -> Path:
-        return make_checkpoint(tmp_path_factory.mktemp(arch), arch, **overrides)
-
-    return factory
 
 
 @pytest.fixture
