@@ -281,7 +281,10 @@ def _openai_app(core: Core, options: ServeOptions) -> AsgiApp:
 
 
 def _failures(core: Core, options: ServeOptions) -> list[str]:
-    """Return the reasons of failed loads of MODEL arguments, or with `exit_on_error` of any model."""
+    """Return a line for each failed load of a MODEL argument, or with `exit_on_error` of any model.
+
+    It has the reason only if standard error does not have it yet, as a line of the log.
+    """
     named = {model.name for model in options.models}
     ranks = options.server.backend_config.get("llm", {})
     if "rank-model" in ranks:
@@ -290,8 +293,9 @@ def _failures(core: Core, options: ServeOptions) -> list[str]:
             return [
                 f"there is no model '{ranks['rank-model']}' to run on the {ranks['ranks']} ranks: see --rank-model"
             ]
+    logged = options.log.error and not options.log.file
     return [
-        f"model '{entry.name}' could not be loaded: {entry.reason}"
+        f"model '{entry.name}' could not be loaded" + ("" if logged else f": {entry.reason}")
         for entry in core.repository_index()
         if entry.state is ModelState.UNAVAILABLE and (options.server.exit_on_error or entry.name in named)
     ]

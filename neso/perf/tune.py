@@ -7,6 +7,7 @@ recommended only if they confirm that it is better.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -66,6 +67,8 @@ START_SECONDS = 600.0
 """Maximum time until a server is ready."""
 _CONFIDENCE = 0.95
 _READY, _PORT = "Neso is ready", re.compile(r"^  http\s+(\d+)")
+_FAILED_LOAD = re.compile(r'"failed to load model (?:[^"\\]|\\.)*"')
+"""Message of a log line, a JSON string in every log format."""
 
 
 @dataclass
@@ -298,7 +301,7 @@ def served_name(model: str) -> str:
 def served(model: str, settings: Settings, arguments: Sequence[str] = ()) -> Iterator[str]:
     """Start `neso serve` with engine options on free ports, and yield HOST:PORT of its HTTP frontend.
 
-    Raises `PerfError` with the end of its log if it does not become ready.
+    Raises `PerfError` with the reason if it does not become ready.
     """
     ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
     engine = [f"--engine-config={name}={_yaml(value)}" for name, value in settings.items()]
@@ -313,11 +316,17 @@ def served(model: str, settings: Settings, arguments: Sequence[str] = ()) -> Ite
             port = _wait_until_ready(process)
             if port is None:
                 log.seek(0)
-                lines = [line for line in log.read().splitlines() if line.strip()]
-                raise PerfError(f"the server did not start: {lines[-1] if lines else 'no message'}")
+                raise PerfError(f"the server did not start: {start_failure(log.read())}")
             yield f"127.0.0.1:{port}"
         finally:
             _stop(process)
+
+
+def start_failure(log: str) -> str:
+    """Return why a server did not start: the last failed load of a model in its log, or else the last line."""
+    failed_loads = [json.loads(message) for message in _FAILED_LOAD.findall(log)]
+    lines = [line for line in log.splitlines() if line.strip()]
+    return (failed_loads or lines or ["no message"])[-1]
 
 
 def _wait_until_ready(process: subprocess.Popen[str]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -128,8 +129,18 @@ def test_corrupted_checkpoint_is_reported(checkpoint, spoil, reason):
     spoil(checkpoint)
     with ServerProcess(checkpoint) as server:
         assert server.process.wait(60) == 1
-        assert reason in server.output
+        assert len([line for line in server.output.splitlines() if reason in line]) == 1, server.output
         assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize("log", ["--log-error=false", "--log-file={}"])
+def test_reason_that_is_not_in_the_output_as_a_log_line_is_in_the_last_line(checkpoint, tmp_path, log):
+    (checkpoint / "config.json").unlink()
+    with ServerProcess(checkpoint, log.format(tmp_path / "log")) as server:
+        assert server.process.wait(60) == 1
+        assert re.match(
+            "neso: model 'copy' could not be loaded: .*config.json", server.output.splitlines()[-1]
+        )
 
 
 def test_unknown_model():

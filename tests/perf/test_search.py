@@ -20,7 +20,7 @@ from neso.perf.output_options import OutputOptions
 from neso.perf.records import RequestRecord, RunResult
 from neso.perf.search_options import AnalyzeOptions, TuneOptions
 from neso.perf.trials import best_of, parse_goal, run_once
-from neso.perf.tune import Settings, changed, search_space, served_name, tune
+from neso.perf.tune import Settings, changed, search_space, served_name, start_failure, tune
 
 
 def steady_run(rate: float, latency_ms: float, requests: int = 200, **load: object) -> RunResult:
@@ -241,6 +241,22 @@ def test_names_of_served_models():
         "b",
         "name",
     ]
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ('E1129 06:00:00.000001 7 m.py:1] "failed to load model \'m\': no \\"x\\""\nneso: m', 'no "x"'),
+        ('{"level":"ERROR","message":"failed to load model \'m\': no file","pid":7}\nneso: m', "no file"),
+    ],
+)
+def test_reason_of_a_failed_start_is_in_the_log(log, reason):
+    assert start_failure(log) == f"failed to load model 'm': {reason}"
+
+
+def test_reason_of_a_failed_start_is_the_last_line_without_a_failed_load():
+    assert start_failure("neso serve: warning\nneso: port in use\n\n") == "neso: port in use"
+    assert start_failure("") == "no message"
 
 
 @pytest.mark.slow

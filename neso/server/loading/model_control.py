@@ -251,7 +251,8 @@ class ModelControl:
         )
         for source, error in zip(sources, results, strict=True):
             if error is not None:
-                logger.error("failed to load model '%s': %s", source.name, error.message)
+                reason = error.message.removeprefix(f"load failed for model '{source.name}': ")
+                logger.error("failed to load model '%s': %s", source.name, reason)
         await self._lifecycle.refresh_ensembles()
 
     # -- tasks --------------------------------------------------------------------------------------------------
