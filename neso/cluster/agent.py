@@ -12,12 +12,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from neso.cluster.local_worker import NamedOptions
+from neso.cluster.messages import Leave
 from neso.engine.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,19 @@ async def run_together(*work: Coroutine[Any, Any, Any]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def leaving(send: Callable[[Leave], object]) -> Iterator[None]:
+    """Send a `Leave` at the end of the block, with the `EngineError` that has ended it."""
+    reason = "it was stopped"
+    try:
+        yield
+    except EngineError as error:
+        reason = str(error)
+        raise
+    finally:
+        send(Leave(reason))
 
 
 async def run_agent(make: Callable[[O], Agent], options: O) -> None:

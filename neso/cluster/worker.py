@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from neso.cluster.agent import run_together
+from neso.cluster.agent import leaving, run_together
 from neso.cluster.jetstream.connection import NatsOptions
 from neso.cluster.jetstream.worker import NatsServers
 from neso.cluster.messages import (
@@ -227,18 +227,13 @@ class Worker:
             raise
         for name in self._servers.greeted:
             self._hello(name)
-        reason = "it was stopped"
         try:
-            await run_together(
-                *(self._until_dead(), self._from_engine(), self._from_front_ends(), self._beat()),
-                *(self._until_stopped(), self._servers.run(self)),
-            )
-        except EngineError as error:
-            reason = str(error)
-            raise
+            with leaving(self._tell_all):
+                await run_together(
+                    *(self._until_dead(), self._from_engine(), self._from_front_ends(), self._beat()),
+                    *(self._until_stopped(), self._servers.run(self)),
+                )
         finally:
-            for name in self._front_ends:
-                self._servers.send(name, Leave(reason))
             await self._servers.close()
             await self._channel.close(timeout=5.0)
 
@@ -412,7 +407,7 @@ class Worker:
             case _:
                 logger.error("the engine has sent an unexpected event: %s", type(event).__name__)
 
-    def _tell_all(self, message: EngineEvent) -> None:
+    def _tell_all(self, message: EngineEvent | Leave) -> None:
         for name in tuple(self._front_ends):
             self._servers.send(name, message)
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from neso.backends.option_files import resolve_generation_config, resolve_processors, resolve_relative
 from neso.backends.tensorrtllm.parameters import BY_NAME, DECODING_MODES, is_unset
 from neso.engine.config import EngineConfig
-from neso.engine.core.scheduler_config import CPU_LIMITS
+from neso.engine.core.scheduler_config import CPU_LIMITS, WHOLE_PROMPT
 from neso.engine.runners.registry import has_nvidia_gpu
 from neso.engine.spec_decode.medusa import has_medusa_heads
 from neso.engine.weights.hub import ModelNotFound, resolve_model
@@ -172,7 +172,7 @@ class _Reader:
             # Each running sequence has a token in every step.
             limits["max_num_seqs"] = min(widest, options.get("max_num_batched_tokens", widest))
         if self._values.get("enable_chunked_context") is False:
-            limits["max_prefill_chunk"] = _WHOLE_PROMPT
+            limits["max_prefill_chunk"] = WHOLE_PROMPT
         queue = self._config.dynamic_batching.default_queue_policy.max_queue_size
         return {**limits, "max_queue_size": queue} if queue else limits
 
@@ -217,8 +217,6 @@ class _Reader:
 
 
 _LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})
-_WHOLE_PROMPT = 1 << 30
-"""A `max_prefill_chunk` that is always above the token budget of a step."""
 
 
 EXPECTED_MODEL = (

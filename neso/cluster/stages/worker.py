@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 import neso.server.processes.messages as wire
-from neso.cluster.agent import run_together
+from neso.cluster.agent import leaving, run_together
 from neso.cluster.messages import Goodbye, Introduce, Leave, Ping, Refused, Welcome
 from neso.cluster.sockets import WorkerSocket, read_token
 from neso.cluster.stages.hub import signature_digest
@@ -140,14 +140,10 @@ class StageAgent:
         work = [self._until_engine_lost(), self._receive(), self._beat(), self._until_stopped()]
         if self._tensors is not None:
             work.append(self._tensors.run())
-        reason = "it was stopped"
         try:
-            await run_together(*work)
-        except EngineError as error:
-            reason = str(error)
-            raise
+            with leaving(self._socket.send):
+                await run_together(*work)
         finally:
-            self._socket.send(Leave(reason))
             self._socket.close()
             if self._tensors is not None:
                 self._tensors.close()

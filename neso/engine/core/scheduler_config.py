@@ -12,12 +12,16 @@ GptModelType = Literal["inflight_fused_batching", "inflight_batching", "V1", "st
 STATIC_BATCHING: frozenset[GptModelType] = frozenset({"V1", "static"})
 
 
+WHOLE_PROMPT = 1 << 30
+"""A `max_prefill_chunk` that is always above the token budget of a step."""
+
+
 class StepLimits(NamedTuple):
-    """Default limits of a step. `max_prefill_chunk`: None for the whole token budget."""
+    """Default limits of a step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_prefill_chunk: int | None = None
+    max_prefill_chunk: int = WHOLE_PROMPT
 
 
 CPU_LIMITS = StepLimits(64, 1024, 512)
@@ -100,7 +104,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             tokens = max(defaults.max_num_batched_tokens, sequences or 0)
         if sequences is None:
             sequences = min(defaults.max_num_seqs, tokens)
-        chunk = min(self.max_prefill_chunk or defaults.max_prefill_chunk or tokens, tokens)
+        chunk = min(self.max_prefill_chunk or defaults.max_prefill_chunk, tokens)
         limits = {"max_num_seqs": sequences, "max_num_batched_tokens": tokens, "max_prefill_chunk": chunk}
         return SchedulerConfig(**{**msgspec.structs.asdict(self), **limits})
 
@@ -110,4 +114,4 @@ class SchedulerConfig(SchedulerOptions, frozen=True, kw_only=True):
 
     max_num_seqs: int = CPU_LIMITS.max_num_seqs
     max_num_batched_tokens: int = CPU_LIMITS.max_num_batched_tokens
-    max_prefill_chunk: int = 512
+    max_prefill_chunk: int = CPU_LIMITS.max_prefill_chunk
