@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from neso.backends.llm.engine_backend import EngineBackend, engine_config
+from neso.backends.llm.engine_backend import EngineBackend
+from neso.backends.llm.engine_options import engine_config
 from neso.backends.request_tensors import TensorField, add_inputs, add_outputs
 from neso.engine.config import EngineConfig
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from neso.backends.llm.engine_backend import EngineBackend, engine_config
+from neso.backends.llm.engine_backend import EngineBackend
+from neso.backends.llm.engine_options import engine_config
 from neso.backends.llm.tensor_request import SCALAR_INPUTS, complete_signature, read_scalars, read_tensors
 from neso.backends.llm.tensor_response import ResponseFields, ResponseTensors
 from neso.engine.config import EngineConfig

@@ -10,36 +10,26 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from pathlib import Path
-from typing import Any, TypeVar
-
-from msgspec.structs import replace
+from typing import Any
 
 from neso.backends.llm.cluster_metrics import cluster_metrics
+from neso.backends.llm.engine_options import stage_engine_config
 from neso.backends.llm.engine_sharing import EngineReconnector, EngineShare
 from neso.backends.llm.engine_supervisor import EngineSupervisor
 from neso.backends.llm.launched_ranks import claim_launched_ranks, with_launched_ranks
 from neso.backends.llm.metrics import LlmMetrics, RequestTimer
 from neso.backends.llm.orchestrator_mode import with_own_devices
+from neso.backends.llm.submitted_request import SubmittedRequest
 from neso.backends.member_metrics import MemberMetrics
-from neso.backends.option_files import (
-    log_default_sampling,
-    read_object,
-    resolve_generation_config,
-    resolve_processors,
-    resolve_relative,
-)
+from neso.backends.option_files import log_default_sampling
 from neso.backends.request_tensors import tensor_error_text
 from neso.backends.restarts import restart_counter
 from neso.cluster.cluster_engine import ClusterEngine
-from neso.engine.client.async_requests import is_slow
 from neso.engine.client.engine_group import EngineGroup
-from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineBusy, EngineDead, EngineError
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.text.tokenizer import NO_TOKENIZER, EngineTokenizer
-from neso.engine.weights.hub import ModelNotFound, resolve_model
 from neso.generation import (
     FinishReason,
     GenerationOutput,
@@ -56,7 +46,6 @@ from neso.generation import (
 from neso.server.backend import Backend, ModelContext
 from neso.server.config.scheduling import available_gpus
 from neso.server.errors import (
-    Cancelled,
     InternalError,
     InvalidArgument,
     NotFound,
@@ -68,183 +57,7 @@ from neso.server.errors import (
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 
-FRONTEND_PARAMETERS = ("tool_call_parser", "reasoning_parser")
-"""Model parameters for the OpenAI frontend; they are not engine options."""
-
-
-def engine_config(config: Any, version_directory: Path) -> EngineConfig:
-    """Read engine options from `model.json` in the version's folder, overridden by the configuration's `parameters`.
-
-    With `enable_lora`, `multi_lora.json` (names and paths) sets `lora_modules`. Relative paths are relative to the
-    version's folder.
-
-    The checkpoint is the option `model` (a path or a name on the Hugging Face hub), or else the version's folder;
-    `speculative_model` and `generation_config` are resolved in the same way. Raises `InvalidArgument`.
-    """
-    options = read_object(version_directory / "model.json")
-    options |= {
-        name: value.string_value
-        for name, value in config.parameters.items()
-        if name not in FRONTEND_PARAMETERS
-    }
-    adapters = read_object(version_directory / "multi_lora.json")
-    if adapters and str(options.get("enable_lora", "")).lower() in ("true", "1"):
-        options.setdefault("lora_modules", adapters)
-    model = options.pop("model", None) or str(version_directory)
-    if not isinstance(model, str):
-        raise InvalidArgument(f"option 'model' must be a path or a name, got {model!r}")
-    if isinstance(source := options.get("generation_config"), str):
-        options["generation_config"] = resolve_generation_config(source, version_directory)
-    draft = options.get("speculative_model")
-    try:
-        directory = resolve_model(resolve_relative(model, version_directory) or model)
-        if isinstance(draft, str) and draft:
-            options["speculative_model"] = str(
-                resolve_model(resolve_relative(draft, version_directory) or draft)
-            )
-        engine = EngineConfig.from_options(str(directory), options)
-        paths = {
-            name: str(resolve_relative(path, version_directory) or path)
-            for name, path in engine.lora.lora_modules.items()
-        }
-        processors = resolve_processors(engine.logits_processors, version_directory)
-        return replace(engine, lora=replace(engine.lora, lora_modules=paths), logits_processors=processors)
-    except (ModelNotFound, ValueError) as error:
-        raise InvalidArgument(str(error)) from None
-
-
-def stage_engine_config(config: EngineConfig) -> EngineConfig:
-    """Return the options of the engine of a stage's worker: the queue and its limit are the server's.
-
-    Raises `InvalidArgument` for options that do not fit.
-    """
-    if config.cluster.enabled:
-        raise InvalidArgument(
-            "workers, worker_address: cannot be combined with --stage, which starts workers"
-        )
-    if config.rank_address is not None:
-        raise InvalidArgument("rank_address cannot be combined with --stage")
-    return replace(config, scheduler=replace(config.scheduler, max_queue_size=None))
-
-
 logger = logging.getLogger(__name__)
-
-
-_MAX_JOINED = 64
-"""Number of outputs that are joined into one response for a slow client."""
-
-
-class OutputJoiner:
-    """Joins outputs of a request while its client reads slowly. The engine cannot wait for a client."""
-
-    def __init__(self, stream: ResponseStream) -> None:
-        self._stream = stream
-        self._waiting: list[GenerationOutput] = []
-
-    def add(self, output: GenerationOutput) -> GenerationOutput | None:
-        """Return the output to send now, joined with the waiting ones; None to wait for the next one."""
-        waiting = self._waiting
-        if not waiting and not self._stream.congested:
-            return output
-        waiting.append(output)
-        if not output.finished and len(waiting) < _MAX_JOINED and self._stream.congested:
-            return None
-        return self.flush()
-
-    def flush(self) -> GenerationOutput | None:
-        """Return the waiting outputs, joined; None if there are none."""
-        waiting, self._waiting = self._waiting, []
-        return GenerationOutput.joined(waiting) if waiting else None
-
-
-AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest | PoolingRequest)
-
-
-def with_queue_delay(request: AnyRequest, stream: ResponseStream) -> AnyRequest:
-    """Return the request with the queue delay of its client, see `Ticket`."""
-    if stream.ticket is None or not stream.ticket.queue_delay:
-        return request
-    return dataclasses.replace(request, queue_delay=stream.ticket.queue_delay)
-
-
-class _EngineRequest:
-    """A request in the engine. Its outputs are passed to `deliver`. It ends together with its stream."""
-
-    def __init__(
-        self,
-        backend: EngineBackend,
-        stream: ResponseStream,
-        deliver: Callable[[Any], None],
-        timer: RequestTimer | None = None,
-    ) -> None:
-        self._backend = backend
-        self._engine = backend.engine
-        self._stream = stream
-        self._deliver = deliver
-        self._timer = timer
-        self._joiner = OutputJoiner(stream)
-        self._end_reason: FinishReason | None = FinishReason.ABORT
-        self._state: RequestState | PooledState | None = None
-        stream.on_close = self._on_close
-
-    def submit(self, request: GenerationRequest | PoolingRequest) -> None:
-        """Tokenize the request, a long prompt in a thread, and send it to the engine."""
-        stream = self._stream
-        try:
-            if isinstance(request, GenerationRequest):
-                stream.count_sequences(request.sampling.num_sequences)
-            request = with_queue_delay(request, stream)
-            if is_slow(request):
-                self._backend.request_tasks.start(stream, self._submit_in_thread(request))
-                return
-            self._send(self._engine.process(request))
-        except Exception as error:
-            self._fail(error)
-
-    async def _submit_in_thread(self, request: GenerationRequest | PoolingRequest) -> None:
-        try:
-            state = await asyncio.to_thread(self._engine.process, request)
-            if not self._stream.closed:
-                self._send(state)
-        except Exception as error:
-            self._fail(error)
-
-    def _send(self, state: RequestState | PooledState) -> None:
-        self._engine.submit(state, self._receive)
-        self._state = state
-        self._stream.request.on_cancel(self._cancel)
-
-    def _receive(self, output: GenerationOutput | PooledOutput | Exception) -> None:
-        if isinstance(output, Exception):
-            self._fail(output)
-            return
-        try:
-            if not isinstance(output, GenerationOutput):
-                self._deliver(output)
-                return
-            if self._timer is not None:
-                self._timer.observe(output)
-            joined = self._joiner.add(output)
-            if joined is not None:
-                self._deliver(joined)
-        except Exception as error:
-            self._fail(error)
-
-    def _cancel(self) -> None:
-        self._stream.fail(Cancelled("the request was cancelled"))
-
-    def _fail(self, error: Exception) -> None:
-        if isinstance(error, EngineError):
-            self._end_reason = FinishReason.ERROR
-        elif isinstance(error, InvalidParameter):
-            self._end_reason = None
-        self._backend.fail(self._stream, error)
-
-    def _on_close(self) -> None:
-        if self._state is not None:
-            self._engine.abort(self._state)  # no effect on a finished request
-        if self._timer is not None:
-            self._timer.end(self._end_reason)
 
 
 class EngineBackend(Backend):
@@ -445,7 +258,7 @@ class EngineBackend(Backend):
         assert self._metrics is not None, "the model is not loaded"
         if stream.trace is not None and stream.trace.generation is not None:
             request = dataclasses.replace(request, tracer=stream.trace.generation)
-        _EngineRequest(self, stream, deliver, RequestTimer(self._metrics, request)).submit(request)
+        SubmittedRequest(self, stream, deliver, RequestTimer(self._metrics, request)).submit(request)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """See `LanguageModel.generate`. Errors of the engine are raised as `ServerError`."""
@@ -512,7 +325,7 @@ class EngineBackend(Backend):
             metrics.observe_pooled(output.num_prompt_tokens, (time.monotonic_ns() - started) * 1e-9)
             stream.send(InferenceResponse(name, version, result=output), final=True)
 
-        _EngineRequest(self, stream, deliver).submit(request)
+        SubmittedRequest(self, stream, deliver).submit(request)
 
     async def pool(self, request: PoolingRequest) -> PooledOutput:
         """See `PoolingModel.pool`. Errors of the engine are raised as `ServerError`."""

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.backends.llm.engine_backend import EngineBackend, with_queue_delay
+from neso.backends.llm.engine_backend import EngineBackend
 from neso.backends.llm.launched_ranks import check_participants, with_launched_ranks
+from neso.backends.llm.submitted_request import with_queue_delay
 from neso.backends.llm.tensor_request import adapter_of_task
 from neso.backends.tensorrtllm import signature
 from neso.backends.tensorrtllm.settings import Settings, read_settings

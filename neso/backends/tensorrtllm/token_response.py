@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.backends.llm.engine_backend import OutputJoiner
+from neso.backends.llm.submitted_request import OutputJoiner
 from neso.backends.tensorrtllm.token_request import TokenRequest
 from neso.generation import Completion, FinishReason, GenerationOutput, Usage
 from neso.generation.output import FloatRows

@@ -13,7 +13,7 @@ from checkpoints import CHAT_TEMPLATE
 from gguf import GGMLQuantizationType as Type
 from gguf_files import convert
 
-from neso.backends.llm.engine_backend import engine_config
+from neso.backends.llm.engine_options import engine_config
 from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
 from neso.engine.weights.hub import ModelNotFound, resolve_model
