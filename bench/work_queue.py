@@ -34,7 +34,8 @@ from neso.cluster.jetstream.connection import NatsConnection, NatsOptions
 from neso.cluster.jetstream.front_end import NatsFrontEndSocket
 from neso.cluster.jetstream.ticket_pulls import TicketPulls
 from neso.cluster.sockets import FrontEndSocket
-from neso.cluster.worker import Worker, WorkerOptions, checkpoint_digest
+from neso.cluster.worker import Worker
+from neso.cluster.worker_options import WorkerOptions, checkpoint_digest
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.stats import EngineStats

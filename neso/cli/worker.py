@@ -131,7 +131,7 @@ def _read_stage(values: FlagValues) -> Any:
 
 
 def _name(values: FlagValues) -> str:
-    from neso.cluster.worker import default_name
+    from neso.cluster.worker_options import default_name
 
     return values["name"] or default_name()
 
@@ -141,7 +141,7 @@ def _read(values: FlagValues) -> Any:
     from neso.cli.serve_options import SHIPPED_MODEL, engine_options
     from neso.cluster.jetstream.connection import NatsOptions
     from neso.cluster.sockets import read_token
-    from neso.cluster.worker import WorkerOptions, worker_config
+    from neso.cluster.worker_options import WorkerOptions, worker_config
     from neso.engine.cluster_config import MIXED, check_address, is_nats
     from neso.engine.config import EngineConfig
     from neso.engine.weights.hub import ModelNotFound, resolve_model

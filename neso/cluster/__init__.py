@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from neso.cluster.stages.tensors import TensorReader, TensorRef, TensorServer, TensorStore, map_tensor
     from neso.cluster.stages.worker import StageAgent, StageWorkerOptions
     from neso.cluster.work_queue import Job, WorkerState, WorkQueue
-    from neso.cluster.worker import Worker, WorkerOptions
+    from neso.cluster.worker import Worker
+    from neso.cluster.worker_options import WorkerOptions
     from neso.engine.cluster_config import ClusterConfig
     from neso.engine.config import EngineConfig
     from neso.engine.core.request import KvExport, KvImport
@@ -55,7 +56,8 @@ _MODULES = {
     "neso.cluster.stages.tensors": ("TensorReader", "TensorRef", "TensorServer", "TensorStore", "map_tensor"),
     "neso.cluster.stages.worker": ("StageAgent", "StageWorkerOptions"),
     "neso.cluster.work_queue": ("Job", "WorkQueue", "WorkerState"),
-    "neso.cluster.worker": ("Worker", "WorkerOptions"),
+    "neso.cluster.worker": ("Worker",),
+    "neso.cluster.worker_options": ("WorkerOptions",),
     "neso.engine.cluster_config": ("ClusterConfig",),
     "neso.engine.config": ("EngineConfig",),
     "neso.engine.core.request": ("KvExport", "KvImport"),

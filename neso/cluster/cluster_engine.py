@@ -18,7 +18,7 @@ from neso.cluster.local_worker import LocalWorker
 from neso.cluster.messages import Hello
 from neso.cluster.sockets import listen_for_workers, read_token
 from neso.cluster.work_queue import WorkerState
-from neso.cluster.worker import WorkerOptions, checkpoint_digest, default_name, worker_config
+from neso.cluster.worker_options import WorkerOptions, checkpoint_digest, default_name, worker_config
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.engine_client import load_engine_tokenizer
 from neso.engine.client.engine_group import sum_info

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -41,8 +40,8 @@ from neso.cluster.messages import (
     to_worker,
 )
 from neso.cluster.sockets import WorkerSocket
-from neso.engine.cluster_config import MIXED, ClusterConfig, Roles
-from neso.engine.config import EngineConfig
+from neso.cluster.worker_options import WorkerOptions, checkpoint_digest
+from neso.engine.cluster_config import Roles
 from neso.engine.core.prefix_keys import BlockChanges
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.stats import EngineStats
@@ -61,52 +60,14 @@ from neso.engine.ipc.messages import (
     StepOutputs,
     UnloadLora,
 )
-from neso.engine.kv_transfer.format import model_digest
 from neso.generation.output import FinishReason
 
 logger = logging.getLogger(__name__)
 
 PREFILL_STEPS = 2
 """A worker takes prompts for this many steps in advance, so that its engine never waits for the queue."""
-_RESULT_OPTIONS = ("dtype", "quantization", "max_attention_window_size", "sink_token_length")
 
 _request_decoder = msgspec.msgpack.Decoder(EngineRequest)
-
-
-class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a worker.
-
-    `address`: of the front end, or a queue in NATS; `name`: unique among its workers; `drain_seconds`: to
-    finish requests at the end; `verbose`: log each request.
-    """
-
-    config: EngineConfig
-    address: str | NatsOptions
-    name: str
-    roles: Roles = MIXED
-    token: str | None = None
-    drain_seconds: float = 30.0
-    verbose: bool = False
-
-
-def worker_config(config: EngineConfig, *, transfers: bool) -> EngineConfig:
-    """Return the options of a worker's engine. `transfers`: whether workers take prompts from each other.
-
-    The server has the queue and its limit.
-    """
-    transfer = replace(config.transfer, kv_transfer=True) if transfers else config.transfer
-    scheduler = replace(config.scheduler, max_queue_size=None)
-    return replace(config, cluster=ClusterConfig(), scheduler=scheduler, transfer=transfer)
-
-
-def default_name() -> str:
-    """Return a name for a worker of this process."""
-    return f"{sockets.gethostname().replace('.', '-')}-{os.getpid()}"
-
-
-def checkpoint_digest(config: EngineConfig) -> str:
-    """Return a digest of the checkpoint and of the options that change results."""
-    return model_digest(Path(config.model), *(getattr(config, name) for name in _RESULT_OPTIONS))
 
 
 class FrontEnds(Protocol):

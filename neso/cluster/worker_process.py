@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from neso.cluster.agent import run_child
-from neso.cluster.worker import Worker, WorkerOptions
+from neso.cluster.worker import Worker
+from neso.cluster.worker_options import WorkerOptions
 
 if __name__ == "__main__":
     sys.exit(run_child(sys.argv[1], WorkerOptions, Worker))
