@@ -35,6 +35,8 @@ _FEATURES = ("amx_tile", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "a
 _ARM_FEATURES = ("sve2", "sve", "i8mm", "bf16", "asimddp", "asimd")
 _BITS = {"bf16": 16, "int8": 8, "int4": 4.25}
 _SIZES = {"0.6B": 0.6e9, "8B": 8e9}
+_BUFFER_BYTES = 1 << 29
+"""Larger than the caches, but not by much: on virtual machines, touching new pages takes longer than reading."""
 
 
 class Finding(NamedTuple):
@@ -47,7 +49,7 @@ class Finding(NamedTuple):
 
 def doctor(
     speed: Annotated[
-        bool, typer.Option(help="Measure memory and compute for about ten seconds. Uses 1 GB of memory.")
+        bool, typer.Option(help="Measure memory and compute for a few seconds. Uses 0.5 GB of memory.")
     ] = True,
 ) -> None:
     """Show what Neso finds on this machine: CPU features and runner, GPU, memory, ports, packages, speed.
@@ -192,11 +194,11 @@ def _speed() -> Iterator[Finding]:
     from neso.engine.host_resources import available_cores
 
     threads, isa = available_cores(), native.default_isa()
-    reads = bandwidths(isa, threads)
+    reads = bandwidths(isa, threads, _BUFFER_BYTES, least=0.2)
     bandwidth = max(reads.values())
     share = reads["product with a row"] / bandwidth
     yield Finding("bandwidth", f"{bandwidth:.1f} GB/s; the kernels of decode steps reach {share:.0%} of it")
-    rates = {kind: matmul_rate(kind, isa, threads) for kind in ("bf16", "int8_dynamic")}
+    rates = {kind: matmul_rate(kind, isa, threads, least=0.1) for kind in ("bf16", "int8_dynamic")}
     yield Finding(
         "compute", f"{rates['bf16']:.0f} GFLOP/s in bf16, {rates['int8_dynamic']:.0f} in int8_dynamic"
     )
