@@ -5,6 +5,8 @@
 // to keep them in the L1 cache, since they would evict the panels.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/amx_tiles.h"
 
 namespace neso::NESO_ISA {
@@ -115,14 +117,14 @@ inline int end_of_pair(const GemmRange& range, int panel) {
 inline int row_blocks_of(const GemmRange& range) { return (range.rows() + 2 * kTileRows - 1) / (2 * kTileRows); }
 
 // Calls multiply(panel, two, prefetch) for each pair of panels, and with `two` false for a last single one. `prefetch`
-// fetches the next panels in the steps of the products.
+// fetches the next panels in the steps of the products, also those after the range: a thread takes ranges in order.
 template <typename Multiply>
 inline void for_each_pair(const Matrix& matrix, const GemmRange& range, const Multiply& multiply) {
     // A step reads a tile of each panel: the tiles of two panels have 32 cache lines.
     const int row_blocks = row_blocks_of(range), lines = (32 + row_blocks - 1) / row_blocks;
     for (int panel = range.first_panel; panel < range.last_panel; panel += 2) {
         const int end = end_of_pair(range, panel);
-        Prefetch prefetch(matrix.panel(end), matrix.panel(end_of_pair(range, end)), lines);
+        Prefetch prefetch(matrix.panel(end), matrix.panel(std::min(end + 2, matrix.panels)), lines);
         multiply(panel, end - panel == 2, prefetch);
     }
 }
