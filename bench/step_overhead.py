@@ -65,10 +65,10 @@ def measure(runner: IdleRunner, batch: int, steps: int, sampling: SamplingParams
     spent: dict[str, float] = defaultdict(float)
     for _ in range(20):
         core.step()
-    _time(core.scheduler, "schedule", spent)
-    _time(core.scheduler, "advance", spent)
-    _time(core.scheduler, "register", spent)
-    _time(core.selector.sampler, "sample", spent)
+    time_calls(core.scheduler, "schedule", spent)
+    time_calls(core.scheduler, "advance", spent)
+    time_calls(core.scheduler, "register", spent)
+    time_calls(core.selector.sampler, "sample", spent)
     for _ in range(steps):
         started = time.perf_counter()
         outputs = core.step()
@@ -82,7 +82,8 @@ def measure(runner: IdleRunner, batch: int, steps: int, sampling: SamplingParams
     return {part: 1e6 * seconds / steps for part, seconds in spent.items()}
 
 
-def _time(owner: Any, name: str, spent: dict[str, float]) -> None:
+def time_calls(owner: Any, name: str, spent: dict[str, float]) -> None:
+    """Add the seconds of each call of a method of `owner` to `spent[name]`."""
     function: Callable[..., Any] = getattr(owner, name)
 
     def timed(*arguments: Any) -> Any:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from neso.engine.core.prefill_pacer import INITIAL_BUDGET, MIN_BUDGET, PrefillPacer
+from neso.engine.core.prefill_pacer import INITIAL_BUDGET, MAX_MIXED_STEPS, MIN_BUDGET, PrefillPacer
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.scheduler_config import SchedulerConfig
@@ -34,6 +34,26 @@ def test_the_budget_follows_a_slower_machine() -> None:
             prefill = (pacer.budget(4, 1) or 0) if step % 2 else 0
             pacer.observe(4, prefill, step_seconds(4, 0) + slowness * 0.00025 * prefill)
     assert pacer.budget(4, 1) == pytest.approx(20, abs=2)
+
+
+def test_the_budget_is_right_for_more_sequences_than_have_decoded_alone() -> None:
+    pacer, decode_seconds, token_seconds = PrefillPacer(2.0), 0.001, 0.00025
+    for _ in range(20):
+        pacer.observe(2, 0, 0.020 + 2 * decode_seconds)
+    budgets = []
+    for _ in range(100):  # there are always more prompts
+        budgets.append(pacer.budget(60, 1) or 0)
+        pacer.observe(60, budgets[-1], 0.020 + 60 * decode_seconds + token_seconds * budgets[-1])
+    assert budgets[-MAX_MIXED_STEPS - 1 :].count(0) == 1
+    assert max(budgets[-MAX_MIXED_STEPS:]) == pytest.approx(320, rel=0.05)
+
+
+def test_prompts_proceed_if_nothing_decodes() -> None:
+    pacer = PrefillPacer(2.0)
+    for _ in range(20):
+        pacer.observe(4, 16, 0.030)
+    assert pacer.budget(4, 1) == 0
+    assert pacer.budget(4, 1), "the sequences that should have decoded could not run"
 
 
 def test_an_outlier_does_not_remove_the_limit() -> None:
