@@ -154,8 +154,16 @@ class Gpu:
     cuda: str
 
 
-def read_gpu() -> Gpu | None:
-    """Return the first GPU; None if torch finds none. Run in another process, which must not keep memory of the GPU."""
+def find_gpu() -> Gpu | None:
+    """Return the first GPU; None if torch finds none."""
+    if not has_nvidia_gpu():
+        return None
+    # In another process: this one would keep memory of the GPU while the parts run.
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(_read_gpu).result()
+
+
+def _read_gpu() -> Gpu | None:
     import torch
 
     if not torch.cuda.is_available():
@@ -206,6 +214,8 @@ def _output(*command: str) -> str:
 def run(part: Part, timeout: float, visible: str | None) -> Result:
     """Run a part for at most `timeout` seconds. visible: the GPUs of the machine that it may use; None: all of them."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # The kernels must be compiled.
+    environment.pop("TRITON_INTERPRET", None)
     if not part.all_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = (visible or "0").split(",")[0]
     started = time.perf_counter()
@@ -258,12 +268,7 @@ def main() -> None:
     parser.add_argument("--two-gpus", action="store_true", help="also run the tests that need two GPUs")
     parser.add_argument("--vllm", type=Path, metavar="VENV", help="environment of vLLM to compare with")
     arguments = parse_arguments(parser, output=None)
-    # The kernels must be compiled.
-    os.environ.pop("TRITON_INTERPRET", None)
-    gpu = None
-    if has_nvidia_gpu():
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            gpu = pool.submit(read_gpu).result()
+    gpu = find_gpu()
     if gpu is None and not arguments.smoke:
         exit_missing("torch finds no GPU, so there is nothing to report: see docs/guides/gpu.md")
     chosen = (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,14 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import gpu_report
 from gpu_report import Part, render, run
+
+
+@pytest.fixture(autouse=True)
+def _restore_sigterm() -> Iterator[None]:
+    """`main` sets a handler."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 def run_code(code: str, timeout: float = 60.0, *, visible: str | None = None) -> gpu_report.Result:
@@ -86,3 +96,36 @@ def test_commands_of_the_parts_exist(capability: tuple[int, int], float8: bool) 
         )
     (llama,) = (part for part in parts if part.name == "llama")
     assert ("fp8" in llama.command) == float8
+
+
+def test_report_is_written_after_each_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.md"
+    before = "print('found', open(sys.argv[1]).read().count('## First'))"
+    parts = [
+        Part("first", "First", ("-c", "raise SystemExit(3)")),
+        Part("second", "Second", ("-c", f"import sys; {before}", str(report))),
+        Part("third", "Third", ("-c", "")),
+    ]
+    monkeypatch.setattr(gpu_report, "find_gpu", lambda: gpu_report.Gpu("GPU 1", 80.0, (9, 0), "13.0"))
+    monkeypatch.setattr(gpu_report, "parts", lambda *arguments: parts)
+    options = ["--output", str(report), "--only", "first", "second"]
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py", *options])
+    with pytest.raises(SystemExit, match="failed: First"):
+        gpu_report.main()
+    text = report.read_text()
+    assert "| First | **failed** (3) |" in text and "| Second | passed | found 1 |" in text
+    assert "| GPU | GPU 1 |" in text and "Third" not in text
+    assert str(report) in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--only", "fourth"])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_report.main()
+    assert "there is no part fourth, but first, second, third" in capsys.readouterr().err
+
+
+def test_without_a_gpu_there_is_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py"])
+    with pytest.raises(SystemExit, match="77"):
+        gpu_report.main()
