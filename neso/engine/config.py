@@ -97,6 +97,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         AttentionBackendName,
         Meta(description="Attention kernels on a GPU: auto, triton, flashinfer, flash_attn."),
     ] = "auto"
+    max_cuda_graph_batch: Annotated[
+        int, Meta(description="Sequences of the largest decode step run as a CUDA graph; 0 for none.")
+    ] = 1024
     kv_cache_memory: Annotated[int | None, Meta(description="Size of the KV cache in bytes.")] = None
     kv_cache_free_gpu_mem_fraction: Annotated[
         float | None, Meta(description="Size of the KV cache as a fraction of the free memory.")
@@ -163,10 +166,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.data_parallel_size is not None and self.data_parallel_size < 1:
             raise ValueError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
-        for name in ("step_timeout", "heartbeat_timeout", "max_restarts", "restart_window"):
+        for name in (
+            "max_cuda_graph_batch",
+            "step_timeout",
+            "heartbeat_timeout",
+            "max_restarts",
+            "restart_window",
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -199,6 +207,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.sink_token_length,
             self.attention_backend,
             self.scheduler.block_size,
+            self.max_cuda_graph_batch,
             lora_slots=self.lora.max_loras if self.lora.enabled else 0,
             max_lora_rank=self.lora.largest_rank if self.lora.enabled else 0,
         )

@@ -42,6 +42,7 @@ def test_options_are_converted_and_set_in_their_part():
         ({"num_threads": "many"}, "engine option 'num_threads': Expected `int"),
         ({"lora_modules": "{"}, "engine option 'lora_modules': "),
         ({"step_timeout": -1}, "step_timeout must be at least 0"),
+        ({"max_cuda_graph_batch": -1}, "max_cuda_graph_batch must be at least 0"),
     ],
 )
 def test_errors_name_the_option(options, message):

@@ -9,6 +9,7 @@ from oracle import greedy
 
 from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
+from neso.engine.runners.torch import kv_cache
 from neso.generation import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -21,8 +22,9 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("host_blocks", [20, 1000])
-def test_tokens_do_not_change(checkpoint_factory, overlap, host_blocks):
+def test_tokens_do_not_change(checkpoint_factory, monkeypatch, overlap, host_blocks):
     """With torch on a CPU, "device" and "host" are both host memory; the copy code is that of a GPU."""
+    monkeypatch.setattr(kv_cache, "_PINNED_BYTES", 20_000)  # eight blocks
     directory = checkpoint_factory("llama")
     expected = greedy(directory, prompts(), 10)
     llm = LLM(directory, runner="torch", num_blocks=16, block_size=4, enable_overlap=overlap, dtype="float32",

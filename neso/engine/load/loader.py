@@ -140,7 +140,7 @@ def load_engine(
     guided = GuidedDecodingAddon(
         GrammarSource(config.tokenizer_path, runner.vocab_size, config.grammar_timeout)
     )
-    layout = CacheLayout(num_blocks, block_size)
+    layout = CacheLayout(num_blocks, block_size, max_num_seqs=scheduler.max_num_seqs)
     speculation = make_speculation(config, runner, draft_runner, layout)
     if config.prepare_grammars:
         guided.prepare_compiler()

@@ -72,7 +72,9 @@ class EngineCore:
         shares_cache: bool = False,
     ) -> None:
         self.runner = runner
-        self.runner.allocate_cache(CacheLayout(num_blocks, config.block_size, num_host_blocks, shares_cache))
+        self.runner.allocate_cache(
+            CacheLayout(num_blocks, config.block_size, num_host_blocks, shares_cache, config.max_num_seqs)
+        )
         self.addons = list(addons)
         self._overlaps = runner.can_overlap and config.enable_overlap
         self.scheduler = Scheduler(

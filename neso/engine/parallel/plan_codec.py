@@ -42,6 +42,7 @@ class AllocateCache(msgspec.Struct, frozen=True, tag="cache", array_like=True):
     num_blocks: int
     block_size: int
     num_host_blocks: int
+    max_num_seqs: int
 
 
 class RunStep(msgspec.Struct, frozen=True, tag="step", array_like=True):

@@ -99,7 +99,9 @@ class RankedRunner(SpecRunner):
         return self._block_bytes
 
     def allocate_cache(self, layout: CacheLayout) -> None:
-        self._send(AllocateCache(layout.num_blocks, layout.block_size, layout.num_host_blocks))
+        self._send(
+            AllocateCache(layout.num_blocks, layout.block_size, layout.num_host_blocks, layout.max_num_seqs)
+        )
         self._own.allocate_cache(layout)
 
     def step(self, plan: StepPlan) -> Logits:
@@ -159,7 +161,9 @@ def follow(runner: SpecRunner, plans: PlanReceiver, num_stages: int) -> None:
             case SetAdapter(slot):
                 adapter = unpack_adapter(command)
                 runner.set_adapter(slot, None if adapter is None else runner.pack_adapter(adapter))
-            case AllocateCache(num_blocks, block_size, num_host_blocks):
-                runner.allocate_cache(CacheLayout(num_blocks, block_size, num_host_blocks))
+            case AllocateCache(num_blocks, block_size, num_host_blocks, max_num_seqs):
+                runner.allocate_cache(
+                    CacheLayout(num_blocks, block_size, num_host_blocks, max_num_seqs=max_num_seqs)
+                )
             case Stop():
                 return

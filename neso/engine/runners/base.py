@@ -80,12 +80,14 @@ class CacheLayout:
 
     - num_host_blocks: additional blocks in host memory, for runners with "host_cache"
     - shared: other processes can map blocks (`Runner.shared_cache`), for runners with "shared_cache"
+    - max_num_seqs: maximum number of sequences in a step; the torch runner captures CUDA graphs up to it
     """
 
     num_blocks: int
     block_size: int
     num_host_blocks: int = 0
     shared: bool = False
+    max_num_seqs: int = 256
 
 
 class LaunchedTokens(Protocol):

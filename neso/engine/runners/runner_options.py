@@ -21,6 +21,7 @@ class RunnerOptions:
     - num_threads: of a CPU runner; None: see `available_cores`
     - max_attention_window_size, sink_token_length: see `limit_attention`
     - attention_backend: of the torch runner on a GPU; "auto": the Triton kernel
+    - max_cuda_graph_batch: number of sequences of the largest decode step that is captured as a CUDA graph; 0 for none
     - block_size: number of tokens of a KV-cache block, on which attention backends depend
     - lora_slots, max_lora_rank: number of adapters that a step may use, and their largest rank. A runner that reserves
       memory for them rejects others; the rest ignore the options
@@ -34,6 +35,7 @@ class RunnerOptions:
     sink_token_length: int = 0
     attention_backend: AttentionBackendName = "auto"
     block_size: int = 16
+    max_cuda_graph_batch: int = 1024
     lora_slots: int = 0
     max_lora_rank: int = 0
     layout: RankLayout = SINGLE_RANK

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,9 +42,10 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraPlan
 from neso.engine.parallel.layout import RankLayout
 from neso.engine.parallel.sharding import shard_of
+from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
-from neso.engine.runners.torch import sampling, triton_sampling
-from neso.engine.runners.torch.decode_graphs import BATCH_SIZES, DecodeGraphs
+from neso.engine.runners.torch import decode_graphs, sampling, triton_sampling
+from neso.engine.runners.torch.decode_graphs import DecodeGraphs, batch_sizes
 from neso.engine.runners.torch.decoder import run_mlp
 from neso.engine.runners.torch.encoder import TorchLayerStack
 from neso.engine.runners.torch.linears import (
@@ -136,8 +140,8 @@ def plan_of(lengths: list[int], rows: list[int] | None = None) -> StepPlan:
     [
         (plan_of([1]), True),
         (plan_of([1, 1, 1]), True),
-        (plan_of([1] * BATCH_SIZES[-1]), True),
-        (plan_of([1] * (BATCH_SIZES[-1] + 1)), False),
+        (plan_of([1] * 20), True),
+        (plan_of([1] * 21), False),
         (plan_of([1, 2]), False),
         (plan_of([3]), False),
         (plan_of([1, 1, 1], rows=[0, 1]), False),
@@ -153,7 +157,95 @@ def plan_of(lengths: list[int], rows: list[int] | None = None) -> StepPlan:
     ],
 )
 def test_only_plain_decodes_fit_a_graph(plan: StepPlan, fits: bool) -> None:
-    assert DecodeGraphs.fits(plan) is fits
+    assert graphs_of(20).fits(plan) is fits
+
+
+def graphs_of(max_batch: int) -> DecodeGraphs:
+    """Graphs of a model whose logits are token ids."""
+    return DecodeGraphs(lambda inputs: inputs.token_ids[:, None].float(), 4, 1024, 8, max_batch, CPU)
+
+
+@pytest.mark.parametrize("largest", [1, 3, 8, 100, 256, 1000, 1024, 3000])
+def test_graphs_are_captured_up_to_the_largest_batch(largest: int) -> None:
+    sizes = batch_sizes(largest)
+    assert sizes == sorted({*sizes}) and sizes[-1] == largest
+    padding = np.diff(sizes) - 1
+    assert all(padding <= np.maximum(8, np.array(sizes[1:]) / 8))
+    assert largest > 1024 or len(sizes) <= 51
+
+
+def test_batches_run_in_the_next_larger_graph() -> None:
+    graphs = graphs_of(20)
+    assert graphs._sizes == [1, 2, 4, 8, 16, 20]
+    for count in (1, 3, 17, 20, 5):
+        assert graphs.run(plan_of([1] * count)).tolist() == [[7.0]] * count
+
+
+def test_graphs_end_at_the_option_or_at_the_sequences_of_a_step(checkpoint_factory: Factory) -> None:
+    directory = checkpoint_factory("llama")
+    for option, max_num_seqs, expected in ((1024, 12, 12), (5, 12, 5)):
+        runner = load_torch(directory, max_cuda_graph_batch=option)
+        runner.allocate_cache(CacheLayout(8, 16, max_num_seqs=max_num_seqs))
+        assert runner._cache is not None
+        assert runner._capture(runner._cache, 2)._sizes[-1] == expected
+        runner.device = torch.device("cuda", 0)
+        assert runner._uses_graphs
+    runner = load_torch(directory, max_cuda_graph_batch=0)
+    runner.device = torch.device("cuda", 0)
+    assert not runner._uses_graphs
+
+
+def test_steps_are_warmed_up_on_the_stream_that_captures_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins record what a GPU would do. Other threads may use it during a capture."""
+    events: list[object] = []
+
+    class Graph:
+        def replay(self) -> None:
+            events.append("replay")
+
+    @contextmanager
+    def use(*event: object) -> Iterator[None]:
+        events.append(event)
+        yield
+
+    def capture(graph: Graph, pool: object, stream: object, *, capture_error_mode: str) -> Any:
+        return use("capture", pool, stream, capture_error_mode)
+
+    graphs = graphs_of(4)
+    graphs._device, graphs._pool = torch.device("cuda", 0), "pool"
+    graphs._stream = SimpleNamespace(wait_stream=lambda other: events.append(("wait", other)))
+    graphs._forward = lambda inputs: events.append("step") or torch.zeros(2, 5)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: use("stream", stream))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    replay = graphs._capture(graphs._first(2, False))
+    warm_up = [("wait", "current"), ("stream", graphs._stream), "step"]
+    assert events == [*warm_up, ("capture", "pool", graphs._stream, "thread_local"), "step"]
+    replay()
+    assert events[-1] == "replay"
+
+
+def test_a_step_runs_on_the_device_of_its_runner(
+    checkpoint_factory: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the current one of the thread is. The step fails here, because this device is no GPU."""
+    runner, used = load_torch(checkpoint_factory("llama")), []
+    runner.device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    with pytest.raises(RuntimeError, match="allocate_cache"):
+        runner.step(plan_of([1]))
+    assert used == [runner.device]
+
+
+def test_no_call_of_where_has_a_scalar() -> None:
+    """`torch.where` copies a scalar to the GPU and waits for it, which is an error while a graph is captured."""
+    for path in Path(decode_graphs.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.where":
+                for argument in node.args:
+                    text = ast.unparse(argument)
+                    assert not (text.isupper() or text.strip("-")[0].isdigit()), f"{path.name}:{node.lineno}"
 
 
 @given(

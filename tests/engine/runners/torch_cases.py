@@ -6,7 +6,8 @@ values are always computed on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -476,6 +477,19 @@ def adapter_stack(
     return stack
 
 
+@contextmanager
+def not_waiting(device: torch.device) -> Iterator[None]:
+    """Fail if the host waits for a GPU, as it does for copies of Python scalars; no effect on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def load_torch(directory: Path, **options: Any) -> TorchRunner:
     with Checkpoint(directory) as source:
         return TorchRunner.load(decoder_spec(source.config), source, RunnerOptions(**options))
@@ -500,6 +514,7 @@ def allocate(runner: TorchRunner, builder: PlanBuilder, *, graphs: bool) -> KVCa
             layout.block_size,
             cache.padding_block,
             layout.num_blocks,
+            layout.max_num_seqs,
             runner.device,
             lora_slots=decoder.adapters.slots,
         )
@@ -535,7 +550,7 @@ class GraphCases:
             plan = builder.plan([(s, 1) for s in sequences[first : first + count]])
             if offset:
                 plan = plan.with_part(RotaryPlan(np.full((3, count), offset, np.int32)))
-            assert DecodeGraphs.fits(plan)
+            assert graphed._graphs is not None and graphed._graphs.fits(plan)
             found = run(graphed, plan)
             assert found.shape == (count, runner.spec.vocab_size)
             np.testing.assert_allclose(found, run(plain, plan), atol=ATOL)
@@ -557,7 +572,7 @@ class GraphCases:
         for slots in ([0, 1, -1, 2, 0], [2, 1, 0, -1], [-1, 2]):
             plan = builder.plan([(s, 1) for s in sequences[: len(slots)]])
             adapted = plan.with_part(LoraPlan(np.array(slots, np.int32)))
-            assert DecodeGraphs.fits(adapted)
+            assert graphed._graphs is not None and graphed._graphs.fits(adapted)
             without = run(graphed, plan)
             found = run(graphed, adapted)
             np.testing.assert_allclose(found, run(plain, adapted), atol=ATOL)
@@ -576,13 +591,14 @@ class GraphCases:
         greedy = SamplingBatch.of([(0.0, 0, 1.0, 0.0, 0.0)] * 3)
         rows = np.cumsum([5, 6, 7]) - 1
         prompts = builder.plan([(s, len(s.tokens) - 2) for s in sequences], rows=rows.tolist())
-        first = runner.launch(prompts).sample(greedy)
         order = [2, 0, 1]
-        for row, i in enumerate(order):
-            sequences[i].tokens[-2] = -1 - i
-            sequences[i].tokens[-1] = -1 - row
-        second = runner.launch(builder.plan([(sequences[i], 1) for i in order])).sample(greedy)
-        third = runner.launch(builder.plan([(sequences[i], 1) for i in order])).sample(greedy)
+        with not_waiting(runner.device):
+            first = runner.launch(prompts).sample(greedy)
+            for row, i in enumerate(order):
+                sequences[i].tokens[-2] = -1 - i
+                sequences[i].tokens[-1] = -1 - row
+            second = runner.launch(builder.plan([(sequences[i], 1) for i in order])).sample(greedy)
+            third = runner.launch(builder.plan([(sequences[i], 1) for i in order])).sample(greedy)
         tokens = [launched.wait().tolist() for launched in (first, second, third)]
         for row, i in enumerate(order):
             known = builder.sequence([*random_tokens(5 + i, seed=i), tokens[0][i], tokens[1][row]])
@@ -678,7 +694,10 @@ class SamplingCases:
         np.testing.assert_array_equal(self.choose(logits, draws), choose(logits, draws))
 
     def choose(self, logits: np.ndarray, draws: SamplingBatch) -> np.ndarray:
-        return choose_on_device(torch.from_numpy(logits).to(self.device_type), draws).cpu().numpy()
+        on_device = torch.from_numpy(logits).to(self.device_type)
+        with not_waiting(on_device.device):
+            tokens = choose_on_device(on_device, draws)
+        return tokens.cpu().numpy()
 
 
 class DeviceLogitsCases:
@@ -719,7 +738,10 @@ class ScoringCases:
             draws, adjustments = sampling_batch(states), LogitAdjustments.of(states)
             wanted = ScoreRequest.of(states)
             on_device = torch.from_numpy(logits.copy()).to(device)
-            launched = LaunchedDeviceLogits(on_device, lambda tokens: None).sample(draws, adjustments, wanted)
+            with not_waiting(device):
+                launched = LaunchedDeviceLogits(on_device, lambda tokens: None).sample(
+                    draws, adjustments, wanted
+                )
             tokens, expected = sample_and_score(logits, draws, adjustments, wanted)
             np.testing.assert_array_equal(launched.wait(), tokens)
             np.testing.assert_array_equal(on_device.cpu().numpy(), logits)

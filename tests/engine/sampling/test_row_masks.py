@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from random_draws import random_draws
 
 from neso.engine.runners.native.runner import NativeRunner
-from neso.engine.runners.torch.sampling import choose as torch_choose
+from neso.engine.runners.torch import sampling as torch_sampling
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, RowMasks, SamplingBatch, choose
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
@@ -30,9 +30,11 @@ def native(checkpoint_factory: Callable[..., Path]) -> NativeRunner:
 
 
 @pytest.fixture(params=["numpy", "native", "torch"])
-def chooser(request: pytest.FixtureRequest, native: NativeRunner) -> Choose:
+def chooser(request: pytest.FixtureRequest, native: NativeRunner, monkeypatch: pytest.MonkeyPatch) -> Choose:
+    monkeypatch.setattr(torch_sampling, "_MASKED_AT_ONCE", 3)
+
     def by_torch(logits: np.ndarray, draws: SamplingBatch) -> np.ndarray:
-        return torch_choose(torch.from_numpy(logits), draws).numpy()
+        return torch_sampling.choose(torch.from_numpy(logits), draws).numpy()
 
     return {"numpy": choose, "native": native.choose, "torch": by_torch}[request.param]
 

@@ -14,7 +14,7 @@ from neso.engine.lora.adapter import PRODUCTS, LoraAdapter, Target, targets_of
 from neso.engine.specs.decoder_spec import DecoderSpec, layer_shapes
 
 EXPAND_COLUMNS = 128
-"""Most outputs in a block of the product with B."""
+"""Maximum number of outputs in a block of the product with B."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from neso.engine.runners.torch.adapters import AdapterSlots
 from neso.engine.runners.torch.kv_cache import KVCache, LayerCache
 from neso.engine.runners.torch.operations import ACTIVATIONS, Operations
 from neso.engine.runners.torch.ranks import Ranks
-from neso.engine.runners.torch.step_inputs import StepInputs
+from neso.engine.runners.torch.step_inputs import StepInputs, send
 from neso.engine.runners.torch.weights import MLP, DecoderWeights, Experts, LayerWeights, Norm
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.rotary_spec import RotarySpec
@@ -157,7 +157,7 @@ class Decoder:
             ids = inputs.token_ids - self.shard.vocabulary.start
             own = (ids >= 0) & (ids < spec.vocab_size)
             # Rows of other ranks are zero here.
-            x = functional.embedding(torch.where(own, ids, 0), weights.embedding) * own[:, None]
+            x = functional.embedding(ids.masked_fill(~own, 0), weights.embedding) * own[:, None]
             self.ranks.sum(x)
         if spec.embedding_scale != 1.0:
             # The scale is rounded to the dtype first, as in training.
@@ -178,7 +178,7 @@ class Decoder:
         tables: dict[RotarySpec, Tensor] = {}
         for rotary, table in zip(self.spec.rotaries, self.cos_sin, strict=True):
             if rotary is not None and table is not None and rotary not in tables:
-                axes = torch.from_numpy(np.tile(rotary.axes(), 2)).to(positions.device)
+                axes = send(np.tile(rotary.axes(), 2), positions.device)
                 tables[rotary] = table.gather(0, positions[axes].T.long())
         return [None if rotary is None else (rows, tables[rotary]) for rotary in self.spec.rotaries]
 
@@ -264,7 +264,7 @@ class Decoder:
         whole = self.shard.whole
         squares = torch.stack([heads.float().square().sum(dim=(1, 2)) for heads in (queries, keys)])
         if not self.shard.owns_kv_heads:
-            squares[1] = 0
+            squares[1].zero_()
         self.ranks.sum(squares)
         for heads, sums, count, weight in (
             (queries, squares[0], whole.num_heads, query_norm),

@@ -8,22 +8,22 @@ import torch
 
 
 class DeviceMemory(Protocol):
-    """Measures what a piece of work takes from the memory of a device."""
+    """Measures the memory of a device that some work needs."""
 
     def begin(self) -> None:
         """Start a measurement."""
 
     def peak(self) -> int:
-        """Return the bytes that were taken at most since `begin`, beyond those that are taken now."""
+        """Return the maximum of the bytes in use since `begin`, less those in use now."""
 
     def taken(self) -> int:
-        """Return the bytes that are taken now and were not at `begin`."""
+        """Return the bytes in use now, less those in use at `begin`."""
 
 
 class CudaMemory:
     """`DeviceMemory` of a GPU.
 
-    What the allocator has reserved counts, not what tensors use: its fragments are not free for others.
+    Memory that the allocator has reserved counts as in use, because its fragments are not free for others.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,9 +36,9 @@ class CudaMemory:
 
     def peak(self) -> int:
         torch.cuda.synchronize(self._device)
-        most = torch.cuda.max_memory_reserved(self._device)
+        peak = torch.cuda.max_memory_reserved(self._device)
         self._release()
-        return max(0, most - torch.cuda.memory_reserved(self._device))
+        return max(0, peak - torch.cuda.memory_reserved(self._device))
 
     def taken(self) -> int:
         return max(0, self._free - self._release())

@@ -46,6 +46,12 @@ def prepare_device(options: RunnerOptions) -> torch.device:
     return torch.device("cpu")
 
 
+def use_device(device: torch.device) -> None:
+    """Make a GPU the current one of this thread, on which Triton launches kernels."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def operations_for(device: torch.device, options: RunnerOptions) -> Operations:
     """Return Triton kernels on a GPU, with the attention of the options; plain torch operations elsewhere.
 
@@ -96,9 +102,9 @@ class DeviceLogits:
         return np.asarray(self[:], dtype)
 
 
-# Of the memory that is left for the cache after `step_memory`. The rest is for what cannot be foreseen: fragments and
-# other processes.
 _SHARE_OF_GPU = 0.9
+"""Fraction of the free memory beside `step_memory` that the KV cache gets. The rest is for fragments of the allocator,
+log probabilities and other processes."""
 
 
 class DeviceRunner(Runner):
@@ -125,6 +131,7 @@ class DeviceRunner(Runner):
         """
 
     def allocate_cache(self, layout: CacheLayout) -> None:
+        use_device(self.device)
         self._cache = KVCache(self.heads, layout, self.dtype, self.device)
 
     def cache_bytes_per_block(self, block_size: int) -> int:
@@ -144,6 +151,8 @@ class DeviceRunner(Runner):
     def free_memory(self) -> int:
         if self.device.type != "cuda":
             return super().free_memory()
+        # Memory that the allocator keeps, for example that of graphs that were captured only to measure them.
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
         return int(free)
 
@@ -161,9 +170,11 @@ class DeviceRunner(Runner):
         self, size: StepSize, memory: DeviceMemory, encode_image: Callable[[], object] | None = None
     ) -> StepMemory:
         """Run a step of this size on a cache of one block; see `Runner.step_memory`."""
+        use_device(self.device)
         plan, draws = self.largest_plan(size), size.draws()
         try:
-            cache = KVCache(self.heads, CacheLayout(1, size.block_size), self.dtype, self.device)
+            layout = CacheLayout(1, size.block_size, max_num_seqs=size.num_sequences)
+            cache = KVCache(self.heads, layout, self.dtype, self.device)
             # First without measuring: kernels are compiled, and libraries allocate memory that they keep.
             choose(self.forward(plan, cache, None), draws)
             memory.begin()
@@ -209,6 +220,7 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def _logits(self, plan: StepPlan) -> Tensor:
+        use_device(self.device)
         if self._cache is None:
             raise RuntimeError("allocate_cache must come before the first step")
         if len(plan.block_transfers):

@@ -17,6 +17,8 @@ from neso.engine.runners.shared_cache import CacheShape, SharedCache
 
 _PIECE_BYTES = 64 << 20
 """Number of bytes that are gathered on the device for one copy."""
+_PINNED_BYTES = 256 << 20
+"""Size of an allocation of pinned memory. PyTorch rounds each up to a power of two: 40 GiB at once would take 64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +87,17 @@ class HostBlocks:
     def __init__(self, layers: list[LayerCache], num_blocks: int) -> None:
         self._parts = [part for layer in layers for part in (layer.keys, layer.values)]
         self._sizes = [part[0].numel() for part in self._parts]
-        first = self._parts[0]
+        first, width = self._parts[0], sum(self._sizes)
+        rows_at_once = max(1, _PINNED_BYTES // (width * first.itemsize))
         # Pinned memory, so that copies overlap with computation.
-        self._rows = torch.empty(
-            num_blocks,
-            sum(self._sizes),
-            dtype=first.dtype,
-            pin_memory=first.device.type == "cuda" and num_blocks > 0,
-        )
+        pinned = first.device.type == "cuda"
+        self._rows = [
+            row
+            for start in range(0, num_blocks, rows_at_once)
+            for row in torch.empty(
+                min(rows_at_once, num_blocks - start), width, dtype=first.dtype, pin_memory=pinned
+            )
+        ]
 
     def store(self, block: int, host_block: int) -> None:
         row = torch.cat([part[block].flatten() for part in self._parts])

@@ -45,7 +45,13 @@ class TorchRunner(DeviceRunner, SpecRunner):
         }
     )
 
-    def __init__(self, shard: Shard, decoder: Decoder, device: torch.device) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        decoder: Decoder,
+        device: torch.device,
+        max_graph_batch: int = DEFAULT_OPTIONS.max_cuda_graph_batch,
+    ) -> None:
         super().__init__(shard.whole)
         spec = shard.spec
         self.shard = shard
@@ -60,6 +66,7 @@ class TorchRunner(DeviceRunner, SpecRunner):
             spec.head_dim,
         )
         self._decoder = decoder
+        self._max_graph_batch = max_graph_batch
         self._graphs: DecodeGraphs | None = None
         self._hidden = torch.empty(0, spec.hidden_size)
         self._row_states = torch.empty(0, spec.hidden_size)
@@ -80,7 +87,7 @@ class TorchRunner(DeviceRunner, SpecRunner):
         cos_sin = _cos_sin(shard.spec, device)
         ranks = SingleRank() if options.layout.size == 1 else UnconnectedRanks()
         decoder = Decoder(shard, weights, operations, cos_sin, adapters, ranks)
-        runner = cls(shard, decoder, device)
+        runner = cls(shard, decoder, device, options.max_cuda_graph_batch)
         needs = AttentionNeeds(runner.heads, runner.dtype, options.block_size, spec.sink_tokens)
         check_attention(operations.attention, needs)
         return runner
@@ -117,9 +124,11 @@ class TorchRunner(DeviceRunner, SpecRunner):
 
     @property
     def _uses_graphs(self) -> bool:
+        if self.device.type != "cuda" or not self._max_graph_batch:
+            return False
         # Without kernels for all experts of a layer, the host must read the number of rows of each.
         mlps = (layer.mlp for layer in self._decoder.weights.layers)
-        return self.device.type == "cuda" and all(mlp.stacked for mlp in mlps if isinstance(mlp, Experts))
+        return all(mlp.stacked for mlp in mlps if isinstance(mlp, Experts))
 
     def _capture(self, cache: KVCache, max_table_length: int) -> DecodeGraphs:
         # With the Triton kernel: attention of a library is planned on the host, which cannot be captured.
@@ -129,6 +138,7 @@ class TorchRunner(DeviceRunner, SpecRunner):
             cache.layout.block_size,
             cache.padding_block,
             max_table_length,
+            min(cache.layout.max_num_seqs, self._max_graph_batch),
             self.device,
             self.spec.sink_tokens,
             self._decoder.adapters.slots,

@@ -31,7 +31,7 @@ def choose(logits: Tensor, draws: SamplingBatch) -> Tensor:
         chosen = draws.rows(random)
         rows = send(random, logits.device)
         tokens[rows] = _draw(_kept(_exponentials(logits[rows], chosen), chosen), chosen)
-    return torch.where(broken, INVALID_TOKEN, tokens).int()
+    return tokens.masked_fill(broken, INVALID_TOKEN).int()
 
 
 def sample_and_score(
@@ -93,10 +93,10 @@ def apply_adjustments(logits: Tensor, adjustments: LogitAdjustments | None) -> N
         logits[biased] += biases
     if len(adjustments.allowed):
         kept = logits[allowed]
-        logits[sent[12].long()] = -torch.inf
+        logits.index_fill_(0, sent[12].long(), -torch.inf)
         logits[allowed] = kept
     if len(adjustments.banned):
-        logits[banned] = -torch.inf
+        logits[banned] = logits.new_full((), -torch.inf)
 
 
 def sampling_parameters(draws: SamplingBatch, device: torch.device) -> tuple[Tensor, ...]:
@@ -107,12 +107,17 @@ def sampling_parameters(draws: SamplingBatch, device: torch.device) -> tuple[Ten
     return tuple(values.view(kind) for values, kind in zip(sent, kinds, strict=True))
 
 
+_MASKED_AT_ONCE = 64
+"""Rows that are masked together: unpacked masks take more memory than their logits."""
+
+
 def _mask(logits: Tensor, masks: RowMasks) -> None:
     """Set the logits of masked tokens to -inf; see `RowMasks`."""
-    bits, rows = send(masks.bits, logits.device), send(masks.rows, logits.device).long()
+    all_bits, all_rows = send(masks.bits, logits.device), send(masks.rows, logits.device).long()
     lanes = torch.arange(32, device=logits.device, dtype=torch.int32)
-    allowed = (bits[:, :, None] >> lanes & 1).flatten(1)[:, : logits.shape[1]].bool()
-    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+    for bits, rows in zip(all_bits.split(_MASKED_AT_ONCE), all_rows.split(_MASKED_AT_ONCE), strict=True):
+        allowed = (bits[:, :, None] >> lanes & 1).flatten(1)[:, : logits.shape[1]].bool()
+        logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
 
 
 def _exponentials(logits: Tensor, draws: SamplingBatch) -> Tensor:

@@ -28,8 +28,8 @@ _BLOCK = 1024
 class Tiles:
     """The tiles of a step, on the device.
 
-    - slots int32[most * 64]: the slots of each tile; the number of slots where a tile is padded
-    - experts int32[most]: the expert of each tile
+    - slots int32[max_tiles * 64]: the slots of each tile; the number of slots where a tile is padded
+    - experts int32[max_tiles]: the expert of each tile
     - count int32[1]: number of tiles in use; the contents of the others are undefined
     """
 
@@ -80,9 +80,10 @@ def _assign_tiles(
 def assign_tiles(chosen: Tensor, num_experts: int) -> Tiles:
     """Sort the slots of chosen int[T, top_k] by expert, in the order of the slots, with T >= 1."""
     num_slots = chosen.numel()
-    most = (num_slots + min(num_slots, num_experts) * (TILE_SLOTS - 1)) // TILE_SLOTS
+    max_tiles = (num_slots + min(num_slots, num_experts) * (TILE_SLOTS - 1)) // TILE_SLOTS
     slots, experts, count = (
-        torch.empty(size, dtype=torch.int32, device=chosen.device) for size in (most * TILE_SLOTS, most, 1)
+        torch.empty(size, dtype=torch.int32, device=chosen.device)
+        for size in (max_tiles * TILE_SLOTS, max_tiles, 1)
     )
     # One more than the experts: slots after the last one are counted there.
     padded = triton.next_power_of_2(num_experts + 1)
@@ -133,9 +134,9 @@ def _multiply_tile(
 ):
     # Programs that run at the same time share the rows of GROUP tiles, and the columns of a few matrices.
     column_tiles = tl.cdiv(outputs, COLUMNS)
-    most = tl.num_programs(0) // column_tiles
+    max_tiles = tl.num_programs(0) // column_tiles
     group, within = tl.program_id(0) // (GROUP * column_tiles), tl.program_id(0) % (GROUP * column_tiles)
-    height = tl.minimum(most - group * GROUP, GROUP)
+    height = tl.minimum(max_tiles - group * GROUP, GROUP)
     tile = group * GROUP + within % height
     if tile >= tl.load(num_tiles):
         return

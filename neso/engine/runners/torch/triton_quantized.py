@@ -11,6 +11,8 @@ part; see `triton_experts`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,6 @@ from neso.engine.runners.torch.triton_experts import TILE_SLOTS, Tiles, decode_e
 MAX_PRODUCT_ROWS = 256
 """With more rows it is faster to dequantize the matrix once for a dense product."""
 
-_FEW_ROWS = 16
 _MAX_SPLITS = 8
 
 
@@ -232,64 +233,49 @@ def dequantize(weights: GroupedWeights, dtype: torch.dtype) -> Tensor:
     return out
 
 
+class _Tile(NamedTuple):
+    """Rows and outputs that a program computes, and how it is compiled."""
+
+    rows: int
+    outputs: int
+    num_warps: int
+    num_stages: int
+
+
+_FEW_ROWS = 16
+_EXPERT_TILE = _Tile(TILE_SLOTS, 64, 4, 2)
+
+
 def multiply(x: Tensor, weights: GroupedWeights, bias: Tensor | None, rounded: bool = False) -> Tensor:
     """Return x @ weights.T + bias, [rows, outputs] in the dtype of x[rows, inputs]; sums are in float32.
 
     rounded: round x to e4m3 with a scale for each row and chunk; for e4m3 weights, on GPUs that multiply e4m3.
     """
-    x = x.contiguous()
-    rows, outputs = len(x), weights.outputs
+    rows, outputs, chunks = len(x), weights.outputs, len(weights.codes)
     out = x.new_empty(rows, outputs)
     if not rows:
         return out
-    chunks = len(weights.codes)
-    tile_rows, tile_outputs, warps = _tile(rows, weights.chunk, rounded)
-    tiles = triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile_outputs)
-    splits = _splits(tiles[0] * tiles[1], chunks, x.device)
-    chunks_per_split = triton.cdiv(chunks, splits)
-    splits = triton.cdiv(chunks, chunks_per_split)
-    target = out if splits == 1 else x.new_empty(splits, rows, outputs, dtype=torch.float32)
-    codes, x_scales = round_chunks(x, weights.chunk) if rounded else (x, weights.scales)
-    _multiply[(*tiles, splits)](
-        target,
-        codes,
-        x_scales,
-        weights.codes,
-        weights.scales,
-        weights.scales if weights.offsets is None else weights.offsets,
+    tile = _tile(rows, weights.chunk, rounded)
+    row_tiles = triton.cdiv(rows, tile.rows)
+    splits = _splits(row_tiles * triton.cdiv(outputs, tile.outputs), chunks, x.device)
+    # None without chunks.
+    splits = triton.cdiv(chunks, triton.cdiv(chunks, splits))
+    if splits == 1:
+        _launch(x, weights, out, tile, row_tiles, rounded, bias=bias)
+        return out
+    parts = x.new_empty(splits, rows, outputs, dtype=torch.float32)
+    _launch(x, weights, parts, tile, row_tiles, rounded, splits=splits)
+    _sum_splits[(rows, triton.cdiv(outputs, 512))](
+        out,
+        parts,
         weights.scales if bias is None else bias,
-        *(weights.scales,) * 3,
-        weights.factor if rounded else _decoded_factor(weights),
         rows,
-        weights.inputs,
         outputs,
-        weights.scales.stride(0),
-        chunks,
-        weights.group_size // weights.chunk,
-        chunks_per_split,
-        SLOTS_PER_ROW=0,
-        FORMAT=weights.format,
-        ROUNDED=rounded,
-        OFFSETS=weights.offsets is not None,
-        BIAS=bias is not None and splits == 1,
-        CHUNK=weights.chunk,
-        ROWS=tile_rows,
-        OUTPUTS=tile_outputs,
-        num_warps=warps,
-        num_stages=4 if tile_rows == _FEW_ROWS else 2,
+        splits,
+        BIAS=bias is not None,
+        OUTPUTS=512,
+        num_warps=4,
     )
-    if splits > 1:
-        _sum_splits[(rows, triton.cdiv(outputs, 512))](
-            out,
-            target,
-            weights.scales if bias is None else bias,
-            rows,
-            outputs,
-            splits,
-            BIAS=bias is not None,
-            OUTPUTS=512,
-            num_warps=4,
-        )
     return out
 
 
@@ -301,21 +287,39 @@ def multiply_experts(
     x[rows, inputs] has a row for each slot or for each token; the weights have the outputs of all experts. See
     `multiply` for `rounded`.
     """
-    x = x.contiguous() if weights.input_order is None else x.index_select(1, weights.input_order)
-    num_slots, outputs = out.shape
-    chunks = len(weights.codes)
+    if weights.input_order is not None:
+        x = x.index_select(1, weights.input_order)
+    _launch(x, weights, out, _EXPERT_TILE, len(tiles.experts), rounded, experts=tiles)
+
+
+def _launch(
+    x: Tensor,
+    weights: GroupedWeights,
+    out: Tensor,
+    tile: _Tile,
+    row_tiles: int,
+    rounded: bool,
+    *,
+    splits: int = 1,
+    bias: Tensor | None = None,
+    experts: Tiles | None = None,
+) -> None:
+    """Launch `_multiply` on x[rows, inputs]; out: see there."""
+    x = x.contiguous()
+    outputs, chunks = out.shape[-1], len(weights.codes)
     codes, x_scales = round_chunks(x, weights.chunk) if rounded else (x, weights.scales)
-    _multiply[(len(tiles.experts), triton.cdiv(outputs, 64), 1)](
+    unused = weights.scales
+    _multiply[(row_tiles, triton.cdiv(outputs, tile.outputs), splits)](
         out,
         codes,
         x_scales,
         weights.codes,
         weights.scales,
-        weights.scales if weights.offsets is None else weights.offsets,
-        weights.scales,
-        tiles.slots,
-        tiles.experts,
-        tiles.count,
+        unused if weights.offsets is None else weights.offsets,
+        unused if bias is None else bias,
+        unused if experts is None else experts.slots,
+        unused if experts is None else experts.experts,
+        unused if experts is None else experts.count,
         weights.factor if rounded else _decoded_factor(weights),
         len(x),
         weights.inputs,
@@ -323,17 +327,17 @@ def multiply_experts(
         weights.scales.stride(0),
         chunks,
         weights.group_size // weights.chunk,
-        chunks,
-        SLOTS_PER_ROW=num_slots // len(x),
+        triton.cdiv(chunks, splits),
+        SLOTS_PER_ROW=0 if experts is None else len(out) // len(x),
         FORMAT=weights.format,
         ROUNDED=rounded,
         OFFSETS=weights.offsets is not None,
-        BIAS=False,
+        BIAS=bias is not None,
         CHUNK=weights.chunk,
-        ROWS=TILE_SLOTS,
-        OUTPUTS=64,
-        num_warps=4,
-        num_stages=2,
+        ROWS=tile.rows,
+        OUTPUTS=tile.outputs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
 
 
@@ -342,13 +346,12 @@ def _decoded_factor(weights: GroupedWeights) -> float:
     return weights.factor * 256 if weights.format == "e4m3" else weights.factor
 
 
-def _tile(rows: int, chunk: int, rounded: bool) -> tuple[int, int, int]:
-    """Return rows and outputs of a tile, and warps."""
+def _tile(rows: int, chunk: int, rounded: bool) -> _Tile:
     if rows <= _FEW_ROWS:
-        return _FEW_ROWS, 64 if chunk == 128 else 128, 4
+        return _Tile(_FEW_ROWS, 64 if chunk == 128 else 128, 4, 4)
     if rounded and rows > MAX_PRODUCT_ROWS:
-        return 128, 128, 8
-    return 64, 64, 4
+        return _Tile(128, 128, 8, 2)
+    return _Tile(64, 64, 4, 2)
 
 
 def _splits(programs: int, chunks: int, device: torch.device) -> int:
