@@ -24,7 +24,6 @@ from checkpoint import write_checkpoint
 from machine_limits import MachineLimits, best_seconds, describe, measure, use_smoke_sizes
 
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.host_resources import available_cores
 from neso.engine.parallel.sharding import shard_of
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.native.packed_decoder import (
@@ -39,6 +38,7 @@ from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.runners.runner_options import DType, Quantization, RunnerOptions
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.registry import decoder_spec
+from neso.engine.thread_placement import place_threads
 from neso.engine.weights.checkpoint import open_source
 from neso.engine.weights.hub import resolve_model
 from neso.engine.weights.model_tensors import DecoderTensors
@@ -115,13 +115,17 @@ class Model:
 
     def __init__(self, path: Path, options: RunnerOptions, phases: tuple[Phase, ...]) -> None:
         self._phases = phases
-        threads = options.num_threads or available_cores()
+        threads = place_threads(options.num_threads)
         with open_source(path) as source:
             self.spec: DecoderSpec = decoder_spec(source.config)
             items = dict(pack_items(DecoderTensors(self.spec, source), options, threads))
         self.weights = PackedDecoder.assemble(self.spec, items)
         self.runner = NativeRunner(shard_of(self.spec, options.layout), self.weights, threads)
-        self.runner.allocate_cache(CacheLayout(max(phase.num_blocks for phase in phases), BLOCK))
+        self.runner.allocate_cache(self.cache_layout)
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        return CacheLayout(max(phase.num_blocks for phase in self._phases), BLOCK)
 
     @property
     def kind(self) -> str:
@@ -153,18 +157,19 @@ class Model:
 
     def seconds(self, phase: Phase) -> float:
         """Seconds of the step. Repetitions overwrite the same cache slots."""
-        plan = self._plan(phase)
+        plan = self.plan(phase)
         return best_seconds(lambda: self.runner.step(plan), least=1.0, runs=5)
 
-    def fill(self) -> None:
+    def fill(self, runner: NativeRunner | None = None) -> None:
         """Write the keys that the phases read: untouched pages all map to the same zero page."""
+        runner = runner or self.runner
         phase = max((p for p in self._phases if p.cached), key=lambda p: p.sequences)
         blocks = _blocks(phase)
         for first in range(0, phase.sequences, 8):
             part = Phase("fill", min(8, phase.sequences - first), phase.cached, 0)
-            self.runner.step(self._plan(part, blocks, first * blocks))
+            runner.step(self.plan(part, blocks, first * blocks))
 
-    def _plan(self, phase: Phase, width: int | None = None, first_block: int = 0) -> StepPlan:
+    def plan(self, phase: Phase, width: int | None = None, first_block: int = 0) -> StepPlan:
         """Plan the step. Block tables start at `first_block`; `width`: blocks per sequence, by default those in use."""
         width = width or _blocks(phase)
         new = [count for sequences, count, _ in phase.groups for _ in range(sequences)]

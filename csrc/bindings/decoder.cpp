@@ -112,7 +112,7 @@ void bind_decoder(nb::module_& m) {
                 float logit_softcap, int top_k, bool normalized, int position_offset, std::optional<int> all_heads,
                 std::optional<int> all_kv_heads, bool owns_kv_heads, int vocab_begin,
                 std::optional<int> vocab_end, bool first_stage, bool last_stage, const OwnedWeights& weights,
-                const std::string& cache_kind, const std::string& isa, int threads) {
+                const std::string& cache_kind, const std::string& isa, int threads, const CpuSets& cpus) {
                  const DecoderShape shape{
                      vocab_size, hidden_size, heads, kv_heads, head_dim,
                      norm == "rms" ? NormKind::rms : NormKind::layer, norm_eps, activation_named(activation), parallel,
@@ -128,7 +128,7 @@ void bind_decoder(nb::module_& m) {
                              "there must be at least top_k experts, and each must have an output of the router");
                  }
                  const CacheKind cache = cache_kind == "f32" ? CacheKind::f32 : CacheKind::bf16;
-                 new (self) Decoder(shape, weights.weights, cache, isa_from_name(isa), threads);
+                 new (self) Decoder(shape, weights.weights, cache, isa_from_name(isa), threads, cpus);
              },
              nb::kw_only(), nb::arg("vocab_size"), nb::arg("hidden_size"), nb::arg("heads"), nb::arg("kv_heads"),
              nb::arg("head_dim"), nb::arg("norm") = "rms", nb::arg("norm_eps"), nb::arg("activation"),
@@ -139,7 +139,7 @@ void bind_decoder(nb::module_& m) {
              nb::arg("all_kv_heads").none() = nb::none(), nb::arg("owns_kv_heads") = true, nb::arg("vocab_begin") = 0,
              nb::arg("vocab_end").none() = nb::none(), nb::arg("first_stage") = true, nb::arg("last_stage") = true,
              nb::arg("weights"), nb::arg("cache_kind"),
-             nb::arg("isa"), nb::arg("threads"))
+             nb::arg("isa"), nb::arg("threads"), nb::arg("cpus") = CpuSets())
         .def(
             "set_weights", [](Decoder& self, const OwnedWeights& weights) { self.set_weights(weights.weights); },
             nb::arg("weights"), "Use another copy of the same weights, between two steps.")
@@ -186,6 +186,24 @@ void bind_decoder(nb::module_& m) {
             "Set the adapter of a slot from the next step on; the caller must keep it alive.")
         .def("set_all_reduce", &Decoder::set_all_reduce, nb::arg("all_reduce"), nb::keep_alive<1, 2>(),
              "Sum over the ranks of a tensor-parallel group in each step.")
+        .def(
+            "record_loops",
+            [](Decoder& self, const std::function<void()>& work) {
+                std::vector<ThreadTeam::LoopTime> times;
+                self.record_loops(&times);
+                try {
+                    work();
+                } catch (...) {
+                    self.record_loops(nullptr);
+                    throw;
+                }
+                self.record_loops(nullptr);
+                std::vector<std::tuple<double, bool, double>> loops;
+                for (const auto& time : times) loops.emplace_back(time.share, time.is_product, time.seconds);
+                return loops;
+            },
+            nb::arg("work"), "Call work(), which runs steps. Returns of each loop of the threads the part of the work that the busiest "
+            "thread is assigned, whether it is a matrix product, and its seconds.")
         .def("set_sink_tokens", &Decoder::set_sink_tokens, nb::arg("count"),
              "First tokens of a sequence that stay visible in layers with a window.")
         .def(

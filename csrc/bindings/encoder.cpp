@@ -51,7 +51,7 @@ void bind_encoder(nb::module_& m) {
         .def("__init__",
              [](Encoder* self, int hidden_size, int intermediate_size, int heads, int head_dim, float norm_eps,
                 float attention_scale, const std::string& activation, bool norm_first, nb::list layers,
-                const std::string& cache_kind, const std::string& isa, int threads) {
+                const std::string& cache_kind, const std::string& isa, int threads, const CpuSets& cpus) {
                  const EncoderShape shape{hidden_size,     intermediate_size,            heads,     head_dim, norm_eps,
                                           attention_scale, activation_named(activation), norm_first};
                  std::vector<EncoderLayer> weights;
@@ -59,11 +59,12 @@ void bind_encoder(nb::module_& m) {
                      weights.push_back(nb::cast<const OwnedEncoderLayer&>(layer).layer());
                  }
                  const CacheKind kind = cache_kind == "f32" ? CacheKind::f32 : CacheKind::bf16;
-                 new (self) Encoder(shape, std::move(weights), kind, isa_from_name(isa), threads);
+                 new (self) Encoder(shape, std::move(weights), kind, isa_from_name(isa), threads, cpus);
              },
              nb::kw_only(), nb::arg("hidden_size"), nb::arg("intermediate_size"), nb::arg("heads"), nb::arg("head_dim"),
              nb::arg("norm_eps"), nb::arg("attention_scale"), nb::arg("activation"), nb::arg("norm_first"),
-             nb::arg("layers"), nb::arg("cache_kind"), nb::arg("isa"), nb::arg("threads"))
+             nb::arg("layers"), nb::arg("cache_kind"), nb::arg("isa"), nb::arg("threads"),
+             nb::arg("cpus") = CpuSets())
         .def(
             "run",
             [](Encoder& self, MutableArray<float, 2> x, Array<int32_t> starts,

@@ -142,8 +142,8 @@ inline void pack_integer_tiles(const Input& input, int row, int first, int count
 
 #endif
 
-// Pack values float[count] as inputs from `first`. Both are multiples of 128 and of the input's group size, except that
-// the last count is a multiple of 32.
+// Pack values float[count] as inputs from `first`. Both are multiples of 32 and of the input's group_size, except count
+// at the end.
 inline void pack_part(const Input& input, int row, int first, int count, const float* values) {
     if (input.kind == InputKind::f32) {
         std::memcpy(input.row<float>(row) + first, values, sizeof(float) * count);

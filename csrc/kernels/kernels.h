@@ -101,8 +101,8 @@ struct Kernels {
     Input (*describe_input)(const Matrix& matrix, int rows);
     // values float[matrix.inputs] -> row of input.
     void (*pack_input)(const Input& input, int row, const Matrix& matrix, const float* values);
-    // values float[count] -> inputs [first, first + count) of a row; first is a multiple of 128 and of input.group_size,
-    // and so is count, except at the end. Not for matrices with input_order.
+    // values float[count] -> inputs [first, first + count) of a row; first and count are multiples of 32 and, except
+    // for count at the end, of the input's group_size. Not for matrices with input_order.
     void (*pack_part)(const Input& input, int row, int first, int count, const float* values);
     // Rows that should be multiplied together to stay in the L2 cache; a multiple of 32.
     int (*block_rows)(const Matrix& matrix);

@@ -92,6 +92,7 @@ struct GemmRange {
     int first_row, last_row, first_panel, last_panel;
 
     int rows() const { return last_row - first_row; }
+    bool empty() const { return first_row >= last_row || first_panel >= last_panel; }
 };
 
 class InputStorage {

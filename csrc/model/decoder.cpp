@@ -17,9 +17,10 @@ void copy_row(const void* table, int64_t row, int count, float* out) {
 
 }  // namespace
 
-Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, CacheKind cache_kind, Isa isa, int num_threads)
+Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, CacheKind cache_kind, Isa isa, int num_threads,
+                 CpuSets cpus)
     : shape_(shape), weights_(std::move(weights)), cache_kind_(cache_kind), kernels_(kernels_for(isa)),
-      team_(num_threads), experts_(team_, kernels_, shape_), x_stride_(float_stride(shape.hidden_size)),
+      team_(num_threads, std::move(cpus)), experts_(team_, kernels_, shape_), x_stride_(float_stride(shape.hidden_size)),
       qkv_stride_(float_stride(shape.query_size() + 2 * shape.kv_size())),
       attended_stride_(float_stride(shape.query_size())) {
     samplers_.resize(num_threads);

@@ -20,7 +20,8 @@ namespace neso {
 
 class Decoder {
    public:
-    Decoder(const DecoderShape& shape, DecoderWeights weights, CacheKind cache_kind, Isa isa, int num_threads);
+    Decoder(const DecoderShape& shape, DecoderWeights weights, CacheKind cache_kind, Isa isa, int num_threads,
+            CpuSets cpus = {});
 
     // Use another copy of the same weights. Call between steps.
     void set_weights(DecoderWeights weights) { weights_ = std::move(weights); }
@@ -50,6 +51,9 @@ class Decoder {
 
     // Copy the final normed hidden states of logits rows of the last step to out float[count][hidden_size].
     void row_states(const int32_t* rows, int count, float* out) const;
+
+    // See ThreadTeam::record.
+    void record_loops(std::vector<ThreadTeam::LoopTime>* times) { team_.record(times); }
 
     Isa isa() const { return kernels_.isa; }
     int num_threads() const { return team_.size(); }

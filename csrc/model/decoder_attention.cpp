@@ -63,8 +63,12 @@ void Decoder::write_cache(const Step& step, int index) {
         team_.for_each(1, [&](int) { cache_->copy_slots(index, step); });
     }
     if (layer.query_norm && shape_.norms_width && all_reduce_) norm_width(index, step.num_tokens);
-    team_.for_each(int(cache_writes_.size()), [&](int number) {
-        const auto [sequence, begin, end] = cache_writes_[number];
+    // With few tokens, the key-value heads are split too, each with its group of query heads.
+    const bool split = int(cache_writes_.size()) < team_.size() && !(layer.query_norm && shape_.norms_width && !all_reduce_);
+    const int parts = split ? shape_.kv_heads : 1, kv_heads = shape_.kv_heads / parts, heads = shape_.heads / parts;
+    team_.for_each(int(cache_writes_.size()) * parts, [&](int number) {
+        const auto [sequence, begin, end] = cache_writes_[number / parts];
+        const int first_kv = number % parts * kv_heads, first_head = number % parts * heads;
         const int first = step.query_start[sequence];
         const int32_t* table = step.block_tables + int64_t(sequence) * step.table_width;
         for (int token = begin; token < end; ++token) {
@@ -75,9 +79,10 @@ void Decoder::write_cache(const Step& step, int index) {
                 kernels_.rms_norm(queries, layer.query_norm, shape_.norm_eps, shape_.query_size(), queries);
                 kernels_.rms_norm(keys, layer.key_norm, shape_.norm_eps, shape_.kv_size(), keys);
             }
-            for (int head = 0; head < shape_.heads + shape_.kv_heads; ++head) {
-                float* at = queries + head * dim;
-                const float* norm = head < shape_.heads ? layer.query_norm : layer.key_norm;
+            for (int head = 0; head < heads + kv_heads; ++head) {
+                const bool query = head < heads;
+                float* at = query ? queries + (first_head + head) * dim : keys + (first_kv + head - heads) * dim;
+                const float* norm = query ? layer.query_norm : layer.key_norm;
                 if (norm && !shape_.norms_width) kernels_.rms_norm(at, norm, shape_.norm_eps, dim, at);
                 if (!rotary) continue;
                 const int64_t row = int64_t(token) * rotary->half;
@@ -85,7 +90,7 @@ void Decoder::write_cache(const Step& step, int index) {
             }
             const int position = step.num_computed[sequence] + token - first;
             char* block = cache_->block(index, table[position / block_size]);
-            for (int head = 0; head < shape_.kv_heads; ++head) {
+            for (int head = first_kv; head < first_kv + kv_heads; ++head) {
                 kernels_.write_cache(cache_->shape(), block, position % block_size, head, keys + head * dim,
                                      values + head * dim);
             }

@@ -15,10 +15,11 @@ int64_t float_stride(int64_t count) { return spread_stride(count * 4) / 4; }
 
 }  // namespace
 
-Encoder::Encoder(const EncoderShape& shape, std::vector<EncoderLayer> layers, CacheKind kind, Isa isa, int num_threads)
+Encoder::Encoder(const EncoderShape& shape, std::vector<EncoderLayer> layers, CacheKind kind, Isa isa, int num_threads,
+                 CpuSets cpus)
     : shape_(shape), layers_(std::move(layers)),
       attention_{kind, shape.heads, shape.heads, shape.head_dim, kBlock, shape.attention_scale, 0},
-      kernels_(kernels_for(isa)), team_(num_threads), x_stride_(float_stride(shape.hidden_size)),
+      kernels_(kernels_for(isa)), team_(num_threads, std::move(cpus)), x_stride_(float_stride(shape.hidden_size)),
       qkv_stride_(float_stride(3 * shape.attention_size())), attended_stride_(float_stride(shape.attention_size())) {}
 
 void Encoder::run(float* x, const int32_t* starts, int num_sequences, const std::vector<RotaryRows>& rotary) {

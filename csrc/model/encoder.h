@@ -35,7 +35,8 @@ struct EncoderLayer {
 
 class Encoder {
    public:
-    Encoder(const EncoderShape& shape, std::vector<EncoderLayer> layers, CacheKind kind, Isa isa, int num_threads);
+    Encoder(const EncoderShape& shape, std::vector<EncoderLayer> layers, CacheKind kind, Isa isa, int num_threads,
+            CpuSets cpus = {});
 
     int hidden_size() const { return shape_.hidden_size; }
     int num_rotations() const {

@@ -29,12 +29,12 @@ void ExpertsRunner::run(const Experts& experts, const Input& router_input, const
     });
     for_each_chunk(first_chunks_, [&](const Group& group, int chunk) {
         const Mlp& mlp = experts.experts[group.expert];
-        const ProductChunks chunks(kernels_, mlp.first(), group.count, team_.size(), group.activated);
+        const ProductChunks chunks = chunks_of(mlp.first(), group.count, packed_unit(group.activated));
         activate_chunk(kernels_, group.input, mlp, shape_.activation, chunks[chunk], group.activated);
     });
     for_each_chunk(down_chunks_, [&](const Group& group, int chunk) {
         const Matrix& down = experts.experts[group.expert].down;
-        const ProductChunks chunks(kernels_, down, group.count, team_.size());
+        const ProductChunks chunks = chunks_of(down, group.count);
         kernels_.gemm(group.activated, down, chunks[chunk], results_.data() + group.first * stride, stride, false);
     });
     team_.for_each(rows, [&](int row) { add_results(experts, row, stride, shared_out, out, accumulate); });
@@ -85,14 +85,14 @@ void ExpertsRunner::group_rows(const Experts& experts, int rows) {
         group.activated = kernels_.describe_input(mlp.down, group.count);
         allocate(group.input, group.input_at);
         allocate(group.activated, group.activated_at);
-        first_chunks += ProductChunks(kernels_, mlp.first(), group.count, team_.size(), group.activated).count();
-        down_chunks += ProductChunks(kernels_, mlp.down, group.count, team_.size()).count();
+        first_chunks += chunks_of(mlp.first(), group.count, packed_unit(group.activated)).count();
+        down_chunks += chunks_of(mlp.down, group.count).count();
         groups_.push_back(group);
         first_chunks_.ends.push_back(first_chunks);
         down_chunks_.ends.push_back(down_chunks);
     }
-    first_chunks_.count.store(first_chunks, std::memory_order_relaxed);
-    down_chunks_.count.store(down_chunks, std::memory_order_relaxed);
+    first_chunks_.count.store(first_chunks, std::memory_order_release);  // see ThreadTeam::for_each
+    down_chunks_.count.store(down_chunks, std::memory_order_release);
     for (int i = 0; i < rows * top_k; ++i) {
         slots_[i] = firsts_[chosen_[i]]++;
         row_of_slot_[slots_[i]] = i / top_k;

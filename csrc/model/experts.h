@@ -32,6 +32,10 @@ class ExpertsRunner {
         int64_t input_at[3], activated_at[3];  // offsets of their values, scales and sums
     };
 
+    // The chunks of all chosen experts are distributed together, so panels do not belong to threads.
+    ProductChunks chunks_of(const Matrix& matrix, int rows, int unit = 1) const {
+        return ProductChunks(kernels_, matrix, rows, team_.size(), unit, false);
+    }
     void choose(const Experts& experts, int row);
     void group_rows(const Experts& experts, int rows);
     void allocate(const Input& input, int64_t (&at)[3]);

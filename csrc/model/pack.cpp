@@ -9,11 +9,15 @@
 namespace neso {
 namespace {
 
+// For fewer panels, starting a thread takes longer than packing them.
+constexpr int kPanelsPerThread = 4;
+
 // Call work(first, last) for ranges of rows that end at panel boundaries, so that threads do not share panels.
 template <typename Work>
 void for_panel_ranges(int first_output, int rows, int threads, const Work& work) {
     const int first_panel = first_output / kPanel;
     const int panels = (first_output + rows - 1) / kPanel + 1 - first_panel;
+    threads = std::clamp(panels / kPanelsPerThread, 1, threads);
     std::vector<std::thread> helpers;
     for (int t = 0; t < threads; ++t) {
         const int from = (first_panel + int64_t(panels) * t / threads) * kPanel - first_output;

@@ -6,46 +6,52 @@
 #include "kernels/kernels.h"
 #include "model/adapter_batch.h"
 #include "model/decoder_weights.h"
+#include "model/panel_partition.h"
 #include "threads/thread_team.h"
 
 namespace neso {
 
-// Splits a product into chunks of a block of cached rows times a few panels.
+// Splits a product into chunks of a block of cached rows times a few panels, in the order of the threads that execute
+// them.
+//
+// Each thread has the panels of its part (see PanelPartition). Every part has the same number of chunks, some of which
+// may be empty. With at least a block of rows per thread, the threads have rows instead: a row is then packed, multiplied
+// and normed by the same thread, from its cache. Weights are read once per block, so their memory is not the limit.
 class ProductChunks {
    public:
-    // next: the input of the next product, if it is packed from chunks of this one.
-    ProductChunks(const Kernels& kernels, const Matrix& matrix, int rows, int threads, const Input& next = {})
-        : rows_(rows), panels_(matrix.panels), row_step_(kernels.block_rows(matrix)),
-          row_chunks_((rows + row_step_ - 1) / row_step_), panels_per_step_(std::max(8, next.group_size / kPanel)),
-          panel_step_(best_panel_step(threads)),
-          panel_chunks_(chunks_of(panel_step_)) {}
+    // `unit`: see PanelPartition. `owned`: whether panels belong to threads.
+    ProductChunks(const Kernels& kernels, const Matrix& matrix, int rows, int threads, int unit = 1, bool owned = true)
+        : threads_(threads), rows_(rows), row_step_(kernels.block_rows(matrix)),
+          row_chunks_((rows + row_step_ - 1) / row_step_),
+          parts_(matrix.panels, owned && rows < threads * row_step_ ? threads : 1, unit),
+          panel_step_(panel_step(matrix.panels)), panel_chunks_((parts_.longest() + panel_step_ - 1) / panel_step_) {}
 
-    int count() const { return row_chunks_ * panel_chunks_; }
+    int count() const { return parts_.threads() * row_chunks_ * panel_chunks_; }
+
+    // Part of the product that the busiest thread is assigned.
+    double largest_share() const {
+        if (parts_.threads() > 1) return double(parts_.longest()) / parts_.panels();
+        return double((count() + threads_ - 1) / threads_) / std::max(count(), 1);
+    }
 
     GemmRange operator[](int chunk) const {
-        const int row = chunk / panel_chunks_ * row_step_, panel = chunk % panel_chunks_ * panel_step_;
-        return {row, std::min(row + row_step_, rows_), panel, std::min(panel + panel_step_, panels_)};
+        const int part = chunk / (row_chunks_ * panel_chunks_), own = chunk % (row_chunks_ * panel_chunks_);
+        const int row = own / panel_chunks_ * row_step_, end = parts_.begin(part + 1);
+        const int panel = std::min(parts_.begin(part) + own % panel_chunks_ * panel_step_, end);
+        return {row, std::min(row + row_step_, rows_), panel, std::min(panel + panel_step_, end)};
     }
 
    private:
+    // Enough chunks that a thread that is ahead can help the others.
     static constexpr int kMaxPanels = 64, kChunksPerThread = 8;
 
-    int chunks_of(int panel_step) const { return (panels_ + panel_step - 1) / panel_step; }
-
-    // The largest step that minimizes the maximum work per thread: on 2 threads, 11 chunks take as long as 12.
-    int best_panel_step(int threads) const {
-        const auto longest = [&](int step) { return (row_chunks_ * chunks_of(step) + threads - 1) / threads * step; };
-        int best = std::clamp(int(round_up(panels_ / (threads * kChunksPerThread), panels_per_step_)),
-                              panels_per_step_, kMaxPanels);
-        for (int step = best - panels_per_step_; step > 0; step -= panels_per_step_) {
-            if (longest(step) < longest(best)) best = step;
-        }
-        return best;
+    int panel_step(int panels) const {
+        const int unit = std::max(PanelPartition::kPreferredUnit, parts_.unit());
+        return std::clamp(panels / (threads_ * kChunksPerThread) / unit * unit, unit, std::max(unit, kMaxPanels));
     }
 
-    const int rows_, panels_, row_step_, row_chunks_;
-    // Chunks are multiples of the panels of a kernel step and of a group of inputs of the next product.
-    const int panels_per_step_;
+    const int threads_, rows_, row_step_, row_chunks_;
+    const PanelPartition parts_;
     const int panel_step_, panel_chunks_;
 };
 
@@ -67,12 +73,13 @@ inline void multiply(ThreadTeam& team, const Kernels& kernels, const Input& inpu
     const ProductChunks chunks(kernels, matrix, input.rows, team.size());
     team.for_each(chunks.count(), [&](int chunk) {
         const GemmRange range = chunks[chunk];
+        if (range.empty()) return;
         kernels.gemm(input, matrix, range, out, stride, accumulate);
         if (low_rank) {
             low_rank.add(range.first_row, range.last_row, range.first_panel * kPanel,
                          std::min(range.last_panel * kPanel, matrix.outputs), out, stride);
         }
-    });
+    }, chunks.largest_share());
 }
 
 // Adapter changes of gate and up (concatenated), and where to store activated floats for the adapters of down, or null.
@@ -81,6 +88,11 @@ struct AdaptedMlp {
     float* copy = nullptr;
     int64_t copy_stride = 0;
 };
+
+// Panels whose outputs can be packed as part of another product's input: a group of codes, or the padding.
+inline int packed_unit(const Input& input) {
+    return std::max(input.group_size, kDepthAlign) / kPanel;
+}
 
 // Computes a chunk of activation(input . gate) * (input . up), or of activation(input . up) in a plain MLP, and packs it
 // as input of `down`. The sums, four times as large as the packed result, stay in the cache.
@@ -117,10 +129,11 @@ inline void activate_chunk(const Kernels& kernels, const Input& input, const Mlp
 
 inline void multiply_activated(ThreadTeam& team, const Kernels& kernels, const Input& input, const Mlp& mlp,
                                Activation activation, const Input& result, const AdaptedMlp& adapted = {}) {
-    const ProductChunks chunks(kernels, mlp.first(), input.rows, team.size(), result);
+    const ProductChunks chunks(kernels, mlp.first(), input.rows, team.size(), packed_unit(result));
     team.for_each(chunks.count(), [&](int chunk) {
-        activate_chunk(kernels, input, mlp, activation, chunks[chunk], result, adapted);
-    });
+        const GemmRange range = chunks[chunk];
+        if (!range.empty()) activate_chunk(kernels, input, mlp, activation, range, result, adapted);
+    }, chunks.largest_share());
 }
 
 }  // namespace neso

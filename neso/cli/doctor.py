@@ -96,12 +96,13 @@ def _version(name: str) -> str:
 
 
 def _processor() -> Iterator[Finding]:
-    from neso.engine.host_resources import available_cores, physical_cores
+    from neso.engine.host_resources import physical_cores
+    from neso.engine.thread_placement import place_threads
 
     info = _cpu_info()
     cores = physical_cores()
     yield Finding("cpu", f"{info.get('model name', 'unknown')}, {len(cores)} cores for this process")
-    yield Finding("threads", f"{available_cores()} by default, within the CPU quota")
+    yield Finding("threads", place_threads().describe())
     nodes = len({core.node for core in cores})
     if nodes > 1:
         yield Finding("numa", f"{nodes} nodes; run an engine on each: --data-parallel-size {nodes}")

@@ -48,6 +48,7 @@ ENGINE_FLAGS = (
     _engine_flag("quantization", default_text="none"),
     _engine_flag("attention_backend"),
     _engine_flag("num_threads", integer(1)),
+    _engine_flag("thread_binding"),
     _engine_flag("tensor_parallel_size", integer(1)),
     _engine_flag("pipeline_parallel_size", integer(1)),
     _engine_flag("rank_address", metavar="HOST:PORT"),

@@ -20,6 +20,7 @@ from neso.engine.lora.config import LoraConfig
 from neso.engine.runners.runner_options import AttentionBackendName, DType, Quantization, RunnerOptions
 from neso.engine.sampling.score_limits import ScoreLimits
 from neso.engine.spec_decode.config import SpeculationConfig
+from neso.engine.thread_placement import ThreadBinding
 
 _ALIASES = {"enable_kv_cache_reuse": "enable_prefix_caching"}
 """TensorRT-LLM's names of options."""
@@ -55,6 +56,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         Meta(description="Threads of a CPU runner; by default the physical cores within the CPU quota."),
     ] = None
+    thread_binding: Annotated[
+        ThreadBinding,
+        Meta(
+            description="Bind native threads to: core, node, none; auto: node if there are several NUMA nodes."
+        ),
+    ] = "auto"
     tensor_parallel_size: Annotated[
         int, Meta(description="Number of ranks (processes) that each layer is split among.")
     ] = 1
@@ -203,6 +210,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.dtype,
             self.quantization,
             self.num_threads,
+            self.thread_binding,
             self.max_attention_window_size,
             self.sink_token_length,
             self.attention_backend,

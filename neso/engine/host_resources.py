@@ -20,7 +20,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-_ROOT = Path("/")
+ROOT = Path("/")
 _PAGE_CACHE = ("inactive_file", "active_file")
 
 
@@ -31,7 +31,7 @@ class Core(NamedTuple):
     cpus: list[int]
 
 
-def physical_cores(root: Path = _ROOT, cpus: Iterable[int] | None = None) -> list[Core]:
+def physical_cores(root: Path = ROOT, cpus: Iterable[int] | None = None) -> list[Core]:
     """Return the cores of logical CPUs, by default of the affinity mask of this process, in the order of NUMA nodes."""
     cores: dict[tuple[int, str], list[int]] = {}
     for cpu in sorted(_affinity() if cpus is None else cpus):
@@ -39,7 +39,7 @@ def physical_cores(root: Path = _ROOT, cpus: Iterable[int] | None = None) -> lis
     return sorted(Core(node, own) for (node, _), own in cores.items())
 
 
-def available_cores(root: Path = _ROOT, cpus: Iterable[int] | None = None) -> int:
+def available_cores(root: Path = ROOT, cpus: Iterable[int] | None = None) -> int:
     """Return the number of physical cores available to this process: the default number of threads. At least 1.
 
     Hyperthreads of one core count once. A CPU quota is rounded down, because additional threads would be throttled.
@@ -50,7 +50,7 @@ def available_cores(root: Path = _ROOT, cpus: Iterable[int] | None = None) -> in
     return max(1, int(min([cores, *quotas])))
 
 
-def split_cpus(parts: int, root: Path = _ROOT, cpus: Iterable[int] | None = None) -> list[list[int]]:
+def split_cpus(parts: int, root: Path = ROOT, cpus: Iterable[int] | None = None) -> list[list[int]]:
     """Divide logical CPUs, by default the affinity mask of this process, into `parts` sets of almost equal size.
 
     Hyperthreads of a core stay together, and cores are divided in the order of their NUMA nodes, so that no set spans
@@ -85,7 +85,7 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
 
 
-def available_memory(root: Path = _ROOT) -> int:
+def available_memory(root: Path = ROOT) -> int:
     """Return the bytes that this process can allocate without swapping, within the limits of its cgroups."""
     available = _host_memory(root)
     for group in _cgroups(root, "memory"):

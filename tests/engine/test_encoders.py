@@ -60,6 +60,14 @@ def test_mean_embeddings_equal_transformers(encoder_factory, arch, runner):
     np.testing.assert_allclose(embeddings, alone, atol=ATOL)
 
 
+def test_only_the_native_runner_binds_threads(encoder_factory):
+    directory = encoder_factory("bert")
+    with pytest.raises(EngineError, match="thread_binding: node needs the native runner"):
+        LLM(directory, runner="reference", thread_binding="node")
+    bound = LLM(directory, runner="native", num_threads=2, thread_binding="node").embed(prompts(), RAW)
+    np.testing.assert_array_equal(bound, LLM(directory, runner="native", num_threads=2).embed(prompts(), RAW))
+
+
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "silu"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_activations(encoder_factory, activation, runner):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from neso.engine.pooling.pooler import class_probabilities
 from neso.engine.runners.base import LayerStack
 from neso.engine.runners.numpy_layers import ACTIVATIONS, layer_norm, linear
-from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption, reject_thread_binding
 from neso.engine.specs.encoder_spec import ClassifierSpec, EncoderSpec, LayerStackSpec
 from neso.engine.weights.model_tensors import EncoderTensors
 from neso.engine.weights.source import TensorSource
@@ -106,6 +106,8 @@ class TextEncoder:
             raise UnsupportedOption(
                 f"attention_backend: embedding models have no {options.attention_backend}; use auto"
             )
+        if not stack.binds_threads:
+            reject_thread_binding(options)
         tensors = EncoderTensors(source, (spec.prefix,))
         classifier = None
         if spec.classifier is not None:

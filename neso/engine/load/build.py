@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from neso import __version__
-from neso.engine.host_resources import available_cores
 from neso.engine.parallel.layout import RankLayout
 from neso.engine.parallel.sharding import open_tensors, shard_of
 from neso.engine.runners.native.packed_decoder import Item, count_items, dense_dtype, pack_items, write_rank
@@ -22,6 +21,7 @@ from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.specs.decoder_spec import DecoderSpec, TensorPart, TensorProduct, all_tensors
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.text.tokenizer import Tokenizer
+from neso.engine.thread_placement import place_threads
 from neso.engine.weights.checkpoint import SINGLE_FILE, open_source
 from neso.engine.weights.engine_directory import (
     BUILD_FIELD,
@@ -62,7 +62,7 @@ def build_engine(
             "fp8 weights are for GPUs, engine directories for CPUs; build_float8 makes them"
         )
     layouts = _layouts(tensor_parallel, pipeline_parallel, rank)
-    threads = options.num_threads or available_cores()
+    threads = place_threads(options.num_threads, "none")  # the weights are only written to files
     with open_source(model) as source:
         if isinstance(source, EngineDirectory):
             raise UnsupportedOption(f"{model} is an engine directory already")

@@ -39,6 +39,7 @@ Capability = Literal[
     "host_cache",
     "ranks",
     "shared_cache",
+    "thread_binding",
 ]
 """Optional features of a runner:
 
@@ -51,6 +52,7 @@ Capability = Literal[
 - host_cache: KV cache blocks offloaded to host memory
 - ranks: tensor and pipeline parallelism (`RunnerOptions.layout`)
 - shared_cache: blocks that other processes can map (`CacheLayout.shared`)
+- thread_binding: threads bound to cores or NUMA nodes (`RunnerOptions.thread_binding`)
 """
 
 Float32Array = npt.NDArray[np.float32]
@@ -282,8 +284,12 @@ class SpecRunner(Runner):
 
 
 class LayerStack(ABC):
-    """Executes the layers of a `LayerStackSpec`; stateless between calls."""
+    """Executes the layers of a `LayerStackSpec`; stateless between calls.
 
+    `binds_threads`: whether it supports `RunnerOptions.thread_binding`.
+    """
+
+    binds_threads: ClassVar[bool] = False
     spec: LayerStackSpec
 
     @classmethod

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from neso.engine.runners.base import LayerStack, Runner, SpecRunner
-from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption, reject_thread_binding
 from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.specs.decoder_spec import limit_attention
 from neso.engine.specs.registry import decoder_spec
@@ -78,6 +78,8 @@ def open_model(
         raise UnsupportedOption(
             f"attention_backend: {kind.__name__} has its own attention, not {options.attention_backend}; use auto"
         )
+    if "thread_binding" not in kind.capabilities:
+        reject_thread_binding(options)
     return kind.load(spec, source, options)
 
 
@@ -111,6 +113,7 @@ def _open_with_transformers(
         raise UnknownRunner(
             f"the runner 'transformers' needs `pip install neso-server[torch]`: {error}"
         ) from None
+    reject_thread_binding(options)
     if config is not source.config:
         raise UnsupportedModel(
             f"{source.directory}: models with a vision tower cannot be run by transformers"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from neso.engine.parallel.layout import SINGLE_RANK, RankLayout
+from neso.engine.thread_placement import ThreadBinding
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["int8", "int4", "int8_dynamic", "fp8"]
@@ -19,6 +20,7 @@ class RunnerOptions:
     - dtype: of weights and activations; "auto": the checkpoint's
     - quantization: of matrices that are dense in the checkpoint; None: not quantized
     - num_threads: of a CPU runner; None: see `available_cores`
+    - thread_binding: of a native runner, see `place_threads`
     - max_attention_window_size, sink_token_length: see `limit_attention`
     - attention_backend: of the torch runner on a GPU; "auto": the Triton kernel
     - max_cuda_graph_batch: number of sequences of the largest decode step that is captured as a CUDA graph; 0 for none
@@ -31,6 +33,7 @@ class RunnerOptions:
     dtype: DType = "auto"
     quantization: Quantization | None = None
     num_threads: int | None = None
+    thread_binding: ThreadBinding = "auto"
     max_attention_window_size: int | list[int] | None = None
     sink_token_length: int = 0
     attention_backend: AttentionBackendName = "auto"
@@ -46,3 +49,9 @@ DEFAULT_OPTIONS = RunnerOptions()
 
 class UnsupportedOption(ValueError):
     """The runner does not support an option or its value."""
+
+
+def reject_thread_binding(options: RunnerOptions) -> None:
+    """Raises `UnsupportedOption` if threads should be bound to CPUs: only native runners can."""
+    if options.thread_binding != "auto":
+        raise UnsupportedOption(f"thread_binding: {options.thread_binding} needs the native runner; use auto")

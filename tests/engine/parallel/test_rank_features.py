@@ -26,6 +26,7 @@ from neso.engine.runners.runner_options import Quantization, RunnerOptions
 from neso.engine.spec_decode.draft import DraftTreePlan
 from neso.engine.specs.decoder_spec import DecoderSpec, layer_shapes
 from neso.engine.specs.registry import decoder_spec
+from neso.engine.thread_placement import place_threads
 from neso.engine.weights.checkpoint import open_source
 from neso.engine.weights.source import TensorSource
 
@@ -120,7 +121,9 @@ def test_quantization_while_loading(
 def packed_weights(shard: Shard, source: TensorSource, quantization: Quantization) -> dict[str, np.ndarray]:
     """Values of all packed matrices of a shard by name, float32[outputs, inputs]; queries, keys and values apart."""
     spec, found = shard.spec, {}
-    for name, item in pack_items(open_tensors(shard, source), RunnerOptions(quantization=quantization), 1):
+    for name, item in pack_items(
+        open_tensors(shard, source), RunnerOptions(quantization=quantization), place_threads(1)
+    ):
         if not isinstance(item, PackedMatrix):
             continue
         matrix, values = item.native(), np.empty((item.outputs, item.inputs), np.float32)

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 import neso._native as _native
-from neso.engine.host_resources import available_cores
 from neso.engine.runners.base import Float32Array, Int32Array, LayerStack, positions_in_sequences
 from neso.engine.runners.native.packing import DTYPES, KINDS, Packer, reject_fp8
 from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
 from neso.engine.specs.encoder_spec import LayerRole, LayerStackSpec
+from neso.engine.thread_placement import ThreadPlacement, place_threads
 from neso.engine.weights.model_tensors import EncoderTensors, LayerTensors
 
 logger = logging.getLogger(__name__)
@@ -23,13 +23,15 @@ logger = logging.getLogger(__name__)
 class NativeLayerStack(LayerStack):
     """Holds the packed weights and the thread team. Not thread-safe."""
 
+    binds_threads = True
+
     def __init__(
         self,
         spec: LayerStackSpec,
         layers: list[_native.EncoderLayer],
         rotary: RotaryTables,
         cache_kind: str,
-        threads: int,
+        threads: ThreadPlacement,
     ) -> None:
         self.spec = spec
         self._rotary = rotary
@@ -46,7 +48,8 @@ class NativeLayerStack(LayerStack):
             layers=layers,
             cache_kind=cache_kind,
             isa=_native.default_isa(),
-            threads=threads,
+            threads=threads.count,
+            cpus=threads.cpus,
         )
 
     @classmethod
@@ -54,7 +57,7 @@ class NativeLayerStack(LayerStack):
         cls, spec: LayerStackSpec, tensors: EncoderTensors, options: RunnerOptions = DEFAULT_OPTIONS
     ) -> NativeLayerStack:
         reject_fp8(options)
-        threads = options.num_threads or available_cores()
+        threads = place_threads(options.num_threads, options.thread_binding)
         dtype = _dense_dtype(spec, tensors, options)
         packer = Packer.from_options(options, dtype, threads)
         rotary = RotaryTables(spec.rotaries)

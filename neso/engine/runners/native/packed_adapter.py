@@ -74,7 +74,7 @@ class _Packer:
             first += _even(change.rank)
         if self._dtype != np.float32:
             stacked = stacked.reshape(ranks, blocks, 2, _BLOCK // 2).swapaxes(2, 3)
-        return self._keep(stacked), scales
+        return self._keep(stacked, -(-ranks // PANEL)), scales
 
     def pack_b(self, change: LowRank) -> npt.NDArray[np.uint8]:
         """Return the matrix B in panels of 16 outputs."""
@@ -83,10 +83,10 @@ class _Packer:
         padded = np.zeros((panels * PANEL, rank), self._dtype)
         padded[:outputs, : change.rank] = change.b
         pair = 1 if self._dtype == np.float32 else 2
-        return self._keep(padded.reshape(panels, PANEL, rank // pair, pair).swapaxes(1, 2))
+        return self._keep(padded.reshape(panels, PANEL, rank // pair, pair).swapaxes(1, 2), panels)
 
-    def _keep(self, values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-        target = self._arena.zeros(values.nbytes)
+    def _keep(self, values: npt.NDArray[Any], panels: int) -> npt.NDArray[np.uint8]:
+        target = self._arena.zeros(values.nbytes, panels)
         target.view(self._dtype)[...] = values.reshape(-1)
         self.num_bytes += values.nbytes
         return target

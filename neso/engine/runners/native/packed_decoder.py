@@ -25,6 +25,7 @@ from neso.engine.runners.native.packing import (
 )
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.specs.decoder_spec import EXPERT_ROLES, NORM_BIASES, DecoderSpec, Role
+from neso.engine.thread_placement import ThreadPlacement
 from neso.engine.weights.engine_directory import EngineDirectory, RankInfo, packed_file, vectors_file
 from neso.engine.weights.model_tensors import DecoderTensors
 from neso.engine.weights.quantized import Matrix, QuantizedMatrix, dense
@@ -133,7 +134,7 @@ class PackedDecoder:
         """Return a copy with its packed matrices in `arena`."""
 
         def move(matrix: PackedMatrix) -> PackedMatrix:
-            return replace(matrix, data=arena.copy(matrix.data))
+            return replace(matrix, data=arena.copy(matrix.data, matrix.panels))
 
         def move_mlp(mlp: PackedMLP) -> PackedMLP:
             return PackedMLP(mlp.gate and move(mlp.gate), move(mlp.up), move(mlp.down))
@@ -183,7 +184,9 @@ def _expect(item: Item, kind: type[T]) -> T:
     return item
 
 
-def pack_items(tensors: DecoderTensors, options: RunnerOptions, threads: int) -> Iterator[tuple[str, Item]]:
+def pack_items(
+    tensors: DecoderTensors, options: RunnerOptions, threads: ThreadPlacement
+) -> Iterator[tuple[str, Item]]:
     """Read and pack one matrix at a time: yields (name, item) with names like "layers.0.qkv", see `assemble`.
 
     Raises `CheckpointError` if a tensor is missing or has the wrong shape.

@@ -12,12 +12,15 @@ import numpy.typing as npt
 
 import neso._native as _native
 from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
+from neso.engine.thread_placement import ThreadPlacement
 from neso.engine.weights.quantized import Float8Matrix, Matrix, QuantizedMatrix, can_stack, dense
 
 Float32Array = npt.NDArray[np.float32]
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64
+# Nodes get whole huge pages of 2 MB. Smaller matrices stay where the threads that pack them run.
+_PLACED_BYTES = 4 << 20
 
 
 class Arena:
@@ -27,22 +30,29 @@ class Arena:
     and most single matrices are too small for huge pages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: ThreadPlacement | None = None) -> None:
+        """`threads`: threads that will read the memory; on several NUMA nodes, it is placed on them."""
+        self._threads = threads if threads is not None and threads.nodes else None
         self._chunk = np.empty(0, np.uint8)
         self._used = 0
 
-    def zeros(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return zeroed uint8[size], aligned to 64 bytes."""
+    def zeros(self, size: int, panels: int) -> npt.NDArray[np.uint8]:
+        """Return zeroed uint8[size], aligned to 64 bytes, for a packed matrix with this number of panels.
+
+        On several NUMA nodes, the panels of a large matrix are on the node of the thread that multiplies them.
+        """
         if self._used + size > len(self._chunk):
             self._chunk = _native.zero_pages(max(size, _CHUNK_BYTES))
             self._used = 0
         piece = self._chunk[self._used : self._used + size]
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        if self._threads is not None and size >= _PLACED_BYTES:
+            _native.touch_panels(piece, panels, self._threads.cpus)
         return piece
 
-    def copy(self, array: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Return a copy of uint8[size]."""
-        target = self.zeros(len(array))
+    def copy(self, array: npt.NDArray[np.uint8], panels: int) -> npt.NDArray[np.uint8]:
+        """Return a copy of a packed matrix."""
+        target = self.zeros(len(array), panels)
         np.copyto(target, array)
         return target
 
@@ -76,6 +86,10 @@ class PackedMatrix:
     dynamic: bool = False
     input_order: npt.NDArray[np.int32] | None = None
     bias: npt.NDArray[np.float32] | None = None
+
+    @property
+    def panels(self) -> int:
+        return -(-self.outputs // PANEL)
 
     def native(self) -> _native.Matrix:
         """Return the matrix for the kernels; it keeps the arrays alive."""
@@ -188,10 +202,10 @@ class Packer:
     arena: Arena = field(default_factory=Arena)
 
     @classmethod
-    def from_options(cls, options: RunnerOptions, dtype: np.dtype[Any], threads: int) -> Packer:
+    def from_options(cls, options: RunnerOptions, dtype: np.dtype[Any], threads: ThreadPlacement) -> Packer:
         """Create a packer. `dtype`: of matrices that stay dense."""
         dynamic = options.quantization == "int8_dynamic"
-        return cls(KINDS[dtype], SCHEMES[options.quantization], dynamic, threads)
+        return cls(KINDS[dtype], SCHEMES[options.quantization], dynamic, threads.count, Arena(threads))
 
     def pack(self, parts: Sequence[Matrix], bias: Float32Array | None = None) -> PackedMatrix:
         """Pack the parts, [outputs, inputs] each, stacked along the outputs."""
@@ -212,7 +226,7 @@ class Packer:
         kind = self.kind
         if kind == "f16" and any(part.dtype != np.float16 for part in parts):
             kind = "f32"
-        data = self.arena.zeros(_native.packed_bytes(kind, outputs, inputs))
+        data = self.arena.zeros(_native.packed_bytes(kind, outputs, inputs), -(-outputs // PANEL))
         first = 0
         for part in parts:
             source = part if part.dtype in KINDS else part.astype(np.float32)
@@ -223,7 +237,7 @@ class Packer:
     def _pack_quantized(self, parts: list[QuantizedMatrix], bias: Float32Array | None) -> PackedMatrix:
         outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
         kind: Kind = "int8" if parts[0].bits == 8 else "int4"
-        data = self.arena.zeros(_native.packed_bytes(kind, outputs, inputs))
+        data = self.arena.zeros(_native.packed_bytes(kind, outputs, inputs), -(-outputs // PANEL))
         first = 0
         for part in parts:
             _native.pack_codes(np.ascontiguousarray(part.codes), kind, first, data, self.threads)

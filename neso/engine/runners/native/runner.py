@@ -12,7 +12,6 @@ import neso._native as _native
 from neso.engine.addons.image_positions import rotary_positions
 from neso.engine.addons.input_embeddings import NO_EMBEDDINGS, EmbeddingPlan
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.host_resources import available_cores
 from neso.engine.lora.adapter import LoraAdapter, LoraPlan, output_widths
 from neso.engine.parallel.communicator import Communicator
 from neso.engine.parallel.sharding import Shard, open_tensors, shard_adapter, shard_of
@@ -36,6 +35,7 @@ from neso.engine.runners.shared_cache import CacheFormat, CacheShape, SharedCach
 from neso.engine.sampling.token_sampling import RowMasks, SamplingBatch
 from neso.engine.spec_decode.draft import NO_TREE, DraftTreePlan, token_positions
 from neso.engine.specs.decoder_spec import DecoderSpec
+from neso.engine.thread_placement import ThreadPlacement, place_threads
 from neso.engine.weights.engine_directory import EngineDirectory
 from neso.engine.weights.source import TensorSource
 
@@ -60,13 +60,15 @@ class NativeRunner(SpecRunner):
             "lora",
             "ranks",
             "shared_cache",
+            "thread_binding",
             "tree_attention",
         }
     )
 
-    def __init__(self, shard: Shard, weights: PackedDecoder, num_threads: int) -> None:
+    def __init__(self, shard: Shard, weights: PackedDecoder, threads: ThreadPlacement) -> None:
         super().__init__(shard.whole)
         self._shard = shard
+        self._threads = threads
         spec = shard.spec
         self._rotary = RotaryTables(spec.rotaries)
         self._logits = np.empty((0, spec.vocab_size), np.float32)
@@ -75,7 +77,7 @@ class NativeRunner(SpecRunner):
         self.isa = _native.default_isa()
         # The decoder holds pointers to the weights and the adapters.
         self._weights = _make_weights(spec, weights)
-        self._decoder = _make_decoder(shard, self._weights, weights.cache_kind, self.isa, num_threads)
+        self._decoder = _make_decoder(shard, self._weights, weights.cache_kind, self.isa, threads)
         self._decoder.set_sink_tokens(spec.sink_tokens)
         self._adapters: dict[int, NativeAdapter] = {}  # by slot
         self._adapter_kind: AdapterKind = "f32" if weights.cache_kind == "f32" else "bf16"
@@ -93,7 +95,7 @@ class NativeRunner(SpecRunner):
         cls, spec: DecoderSpec, source: TensorSource, options: RunnerOptions = DEFAULT_OPTIONS
     ) -> NativeRunner:
         reject_fp8(options)
-        threads = options.num_threads or available_cores()
+        threads = place_threads(options.num_threads, options.thread_binding)
         shard = shard_of(spec, options.layout)
         if isinstance(source, EngineDirectory):
             weights = read_engine(shard.spec, source, options)
@@ -104,7 +106,7 @@ class NativeRunner(SpecRunner):
         runner = cls(shard, weights, threads)
         if isinstance(source, EngineDirectory):
             threading.Thread(target=runner._move, args=(weights,), name="weights-mover", daemon=True).start()
-        logger.info("native runner: %s kernels, %d threads", runner.isa, threads)
+        logger.info("native runner: %s kernels, %s", runner.isa, threads.describe())
         return runner
 
     def connect(self, communicator: Communicator) -> None:
@@ -118,13 +120,18 @@ class NativeRunner(SpecRunner):
 
     def allocate_cache(self, layout: CacheLayout) -> None:
         num_blocks, block_size = layout.num_blocks, layout.block_size
+        memory = None
         if layout.shared:
             num_layers = self._shard.spec.num_layers
             layer_bytes = self.cache_bytes_per_block(block_size) // num_layers
             self.shared_cache = SharedCache.create(CacheShape(num_layers, num_blocks, layer_bytes))
-            self._decoder.allocate_cache(num_blocks, block_size, self.shared_cache.blocks.reshape(-1))
-        else:
-            self._decoder.allocate_cache(num_blocks, block_size)
+            memory = self.shared_cache.blocks.reshape(-1)
+        elif self._threads.nodes:
+            memory = _native.zero_pages(num_blocks * self.cache_bytes_per_block(block_size))
+        if memory is not None and self._threads.nodes:
+            # Any thread may read any block, and blocks are reused by other sequences.
+            _native.interleave(memory, self._threads.nodes)
+        self._decoder.allocate_cache(num_blocks, block_size, memory)
         self._has_cache = True
 
     def cache_bytes_per_block(self, block_size: int) -> int:
@@ -233,7 +240,7 @@ class NativeRunner(SpecRunner):
 
     def _move(self, weights: PackedDecoder) -> None:
         """Copy mapped weights into huge pages, while the first requests are served from the file mapping."""
-        self._moved = _make_weights(self._shard.spec, weights.moved(Arena()))
+        self._moved = _make_weights(self._shard.spec, weights.moved(Arena(self._threads)))
 
     def _logits_buffer(self, rows: int) -> Float32Array:
         """Return a reused buffer, because page faults of new memory would take as long as sampling."""
@@ -243,7 +250,7 @@ class NativeRunner(SpecRunner):
 
 
 def _make_decoder(
-    shard: Shard, weights: _native.Weights, cache_kind: str, isa: str, threads: int
+    shard: Shard, weights: _native.Weights, cache_kind: str, isa: str, threads: ThreadPlacement
 ) -> _native.Decoder:
     spec = shard.spec
     return _native.Decoder(
@@ -276,7 +283,8 @@ def _make_decoder(
         weights=weights,
         cache_kind=cache_kind,
         isa=isa,
-        threads=threads,
+        threads=threads.count,
+        cpus=threads.cpus,
     )
 
 
