@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from serve_arguments import parse
+from typer.testing import CliRunner
 
 import neso
 from neso.cli.flag_values import OptionError
+from neso.cli.main import app
 from neso.cli.serve_options import ModelArgument
 from neso.engine.config import EngineConfig
 from neso.server.cache_options import RedisOptions
@@ -197,3 +199,16 @@ def test_redis_cache():
 def test_invalid_cache_config(arguments, message):
     with pytest.raises(OptionError, match=message):
         parse(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--join is required"),
+        (("--join=tcp://127.0.0.1:1",), "needs a file with a token"),
+        (("--join=ipc://x", "--engine-config=workers=1"), "a worker has one engine"),
+    ],
+)
+def test_options_of_a_worker_are_checked(options, message):
+    result = CliRunner().invoke(app, ["worker", *options])
+    assert (result.exit_code, message in result.stderr) == (2, True), result.output

@@ -113,23 +113,24 @@ def _architecture(directory: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (_truncate, "model.safetensors"),
-        (_scramble, "model.safetensors"),
-        (_architecture, "Warp"),
-        (lambda d: (d / "config.json").write_text("{"), "config.json"),
-        (lambda d: (d / "config.json").unlink(), "config.json"),
-        (lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer.json"),
-    ],
-    ids=["truncated", "scrambled", "architecture", "bad-config", "no-config", "tokenizer"],
-)
-def test_corrupted_checkpoint_is_reported(checkpoint, spoil, reason):
-    spoil(checkpoint)
-    with ServerProcess(checkpoint) as server:
+SPOILED = {
+    "truncated": (_truncate, "model.safetensors"),
+    "scrambled": (_scramble, "model.safetensors"),
+    "architecture": (_architecture, "Warp"),
+    "bad_config": (lambda d: (d / "config.json").write_text("{"), "config.json"),
+    "no_config": (lambda d: (d / "config.json").unlink(), "config.json"),
+    "tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer.json"),
+}
+
+
+def test_corrupted_checkpoints_are_reported_once(tmp_path):
+    for name, (spoil, _) in SPOILED.items():
+        spoil(Path(shutil.copytree(PILOT, tmp_path / name)))
+    with ServerProcess(*(tmp_path / name for name in SPOILED)) as server:
         assert server.process.wait(60) == 1
-        assert len([line for line in server.output.splitlines() if reason in line]) == 1, server.output
+        for name, (_, reason) in SPOILED.items():
+            lines = [line for line in server.output.splitlines() if f"'{name}'" in line]
+            assert [reason in line for line in lines] == [True, False], server.output
         assert "Traceback" not in server.output
 
 

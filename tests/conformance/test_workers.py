@@ -162,17 +162,3 @@ def test_options_that_do_not_fit_workers_are_errors(options: tuple[str, ...], me
     with ServerProcess(MODEL, *options) as server:
         assert server.process.wait(60) == 1
         assert message in server.output
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ((), "--join is required"),
-        (("--join=tcp://127.0.0.1:1",), "needs a file with a token"),
-        (("--join=ipc://x", "--engine-config=workers=1"), "a worker has one engine"),
-    ],
-)
-def test_options_of_a_worker_are_checked(options: tuple[str, ...], message: str):
-    command = [sys.executable, "-m", "neso.cli", "worker", *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, message in result.stderr) == (2, True), result.stderr
