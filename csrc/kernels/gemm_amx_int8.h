@@ -2,7 +2,8 @@
 //
 // Tiles 0 to 3 are the sums of 32 rows and two panels, 4 and 5 the rows, 6 and 7 the panels, as in
 // gemm_amx_many_rows.h. The sums of a group of inputs are stored to memory, and while the tiles of the next group are
-// multiplied, vector instructions scale them and add them to the totals: the two units work at the same time.
+// multiplied, vector instructions scale them and add them to the totals: the two units work at the same time. The next
+// group may be that of the next rows.
 //
 // Each operation on floats is that of gemm_quantized.h, in the same order, so results are equal to the bit.
 #pragma once
@@ -17,7 +18,8 @@ namespace neso::NESO_ISA {
 // With fewer rows, the dot products of gemm_quantized.h are as fast.
 constexpr int kMinIntegerTileRows = 9;
 constexpr int kByteTileDepth = 64;  // inputs of a tile
-// Depth of a block: two panels of it and 32 rows take 32 KB. A multiple of the groups of `int8_dynamic`.
+// Depth of a block: two panels of it take 16 KB and stay in the L1 cache with sums and totals. A multiple of the groups
+// of `int8_dynamic`.
 constexpr int kByteBlockDepth = 512;
 
 inline bool has_integer_tiles(const Matrix& matrix) {
@@ -36,41 +38,77 @@ struct alignas(64) GroupSums {
     int32_t tiles[4][kTileSums];
 };
 
-// The factors of a group: weight scales of each panel; of each row, the scale and 128 times the sum of its codes.
+// A group whose sums are still to be scaled and added to the totals of its rows.
 template <int Panels>
-struct GroupFactors {
-    F32 scales[Panels];
-    const float* row_scales;
-    const int32_t* row_sums;
-    int stride;  // from row to row
+struct WaitingGroup {
+    F32 scales[Panels];       // of the weights
+    const float* row_scales;  // of the activations
+    const int32_t* row_sums;  // 128 times the sums of a row's codes
+    int stride;               // of row_scales and row_sums, from row to row
+    bool first;               // totals start with this group
+    int rows = 0;             // of the group
+    const float* totals;      // [row][panel][16]
+    float* to;                // the new totals, or the outputs
+    int64_t to_stride;
+
+    // Add rows of one tile: `sums` are [row][16] of the first panel, those of the second follow a tile later.
+    template <bool First>
+    NESO_INLINE void add_rows(const int32_t* sums, int begin, int end) const {
+        const float* x = row_scales + begin * stride;
+        const int32_t* start = row_sums + begin * stride;
+        const float* before = totals + begin * Panels * kPanel;
+        float* after = to + begin * to_stride;
+        for (int row = begin; row < end; ++row) {
+#pragma GCC unroll 2
+            for (int p = 0; p < Panels; ++p) {
+                const I32 products = load<I32>(sums + p * kTileSums) - splat(*start);
+                const F32 total = First ? F32{} : load<F32>(before + p * kPanel);
+                store(after + p * kPanel, total + to_f32(products) * (scales[p] * splat(*x)));
+            }
+            x += stride;
+            start += stride;
+            sums += kPanel;
+            before += Panels * kPanel;
+            after += to_stride;
+        }
+    }
+
+    NESO_INLINE void add_rows(const GroupSums& sums, int begin, int end) const {
+        if (end > rows) end = rows;
+        const int32_t* from = sums.tiles[unsigned(begin) / kTileRows * 2] + unsigned(begin) % kTileRows * kPanel;
+        if (first) {
+            add_rows<true>(from, begin, end);
+        } else {
+            add_rows<false>(from, begin, end);
+        }
+    }
+
+    // Part `step` of `steps` of the rows.
+    NESO_INLINE void add_part(const GroupSums& sums, int step, int steps) const {
+        constexpr int kPart = kTileRows / 2;
+        const int parts = 2 * kTileRows / kPart;
+        for (int part = parts * step / steps; part < parts * (step + 1) / steps; ++part) {
+            add_rows(sums, part * kPart, (part + 1) * kPart);
+        }
+    }
 };
 
-// Add the scaled sums of one row to its totals, [panel][16].
-template <int Panels>
-NESO_INLINE void add_group_row(const GroupSums& sums, const GroupFactors<Panels>& factors, int row, float* totals) {
-    const F32 x = splat(factors.row_scales[row * factors.stride]);
-    const I32 start = splat(factors.row_sums[row * factors.stride]);
-#pragma GCC unroll 2
-    for (int p = 0; p < Panels; ++p) {
-        const I32 products =
-            load<I32>(sums.tiles[row / kTileRows * 2 + p] + row % kTileRows * kPanel) - start;
-        float* to = totals + (row * Panels + p) * kPanel;
-        store(to, load<F32>(to) + to_f32(products) * (factors.scales[p] * x));
-    }
-}
-
-// The products of a step of 64 inputs.
+// The products of a step of 64 inputs. Two tiles of rows are loaded with a hint not to keep them in the L1 cache.
 template <int RowTiles, int Panels>
 NESO_INLINE void multiply_step(const int8_t* a, int64_t row_tile_stride, const char* b, int64_t panel_bytes) {
     _tile_loadd(6, b, kTileBytes);
-    _tile_loadd(4, a, kTileBytes);
+    if constexpr (RowTiles > 1) {
+        _tile_stream_loadd(4, a, kTileBytes);
+    } else {
+        _tile_loadd(4, a, kTileBytes);
+    }
     _tile_dpbsud(0, 4, 6);
     if constexpr (Panels > 1) {
         _tile_loadd(7, b + panel_bytes, kTileBytes);
         _tile_dpbsud(1, 4, 7);
     }
     if constexpr (RowTiles > 1) {
-        _tile_loadd(5, a + row_tile_stride, kTileBytes);
+        _tile_stream_loadd(5, a + row_tile_stride, kTileBytes);
         _tile_dpbsud(2, 5, 6);
         if constexpr (Panels > 1) _tile_dpbsud(3, 5, 7);
     }
@@ -92,45 +130,43 @@ NESO_INLINE void store_group_sums(GroupSums& sums) {
     if constexpr (RowTiles > 1 && Panels > 1) _tile_stored(3, sums.tiles[3], kTileBytes);
 }
 
-// totals[row][panel][16] += the products of up to 32 rows with the inputs [first, last), whole groups except at the end.
+// The products of up to 32 rows with the inputs [first, last), whole groups except at the end. `waiting` and `sums` are
+// of the previous group, and then of the last of these. The last group of all inputs is added to `to`.
 template <int RowTiles, int Panels>
-NESO_INLINE void add_groups(const Input& input, const Matrix& matrix, int panel, int row, int first, int last,
-                            float* totals, Prefetch& prefetch) {
-    constexpr int kRows = RowTiles * kTileRows;
+NESO_INLINE void multiply_groups(const Input& input, const Matrix& matrix, int panel, int row, int rows, int first,
+                                 int last, float* totals, float* to, int64_t to_stride, GroupSums& sums,
+                                 WaitingGroup<Panels>& waiting, Prefetch& prefetch) {
     const int64_t row_tile_stride = int64_t(input.depth) * kTileRows, panel_bytes = matrix.panel_bytes();
     const int groups = (input.depth + input.group_size - 1) / input.group_size;
-    const char* weights = matrix.panel(panel);
-    GroupSums sums[2];
-    GroupFactors<Panels> factors{};
-    bool waiting = false;  // whether `factors` and the sums of the other parity are still to be added
-    int parity = 0;
+    const char* b = matrix.panel(panel) + int64_t(first) * kPanel;
+    const int8_t* a = byte_tile_of(input, row, first);
     for (int begin = first; begin < last; begin += input.group_size) {
         const int end = begin + input.group_size < last ? begin + input.group_size : last;
         const int steps = (end - begin) / kByteTileDepth;
         zero_group_sums<RowTiles, Panels>();
-        for (int step = 0, done = 0; step < steps; ++step) {
-            const int k = begin + step * kByteTileDepth;
+        for (int step = 0; step < steps; ++step) {
             prefetch.step();
-            multiply_step<RowTiles, Panels>(byte_tile_of(input, row, k), row_tile_stride,
-                                            weights + int64_t(k) * kPanel, panel_bytes);
-            if (!waiting) continue;
-            for (const int due = kRows * (step + 1) / steps; done < due; ++done) {
-                add_group_row<Panels>(sums[parity ^ 1], factors, done, totals);
-            }
+            multiply_step<RowTiles, Panels>(a, row_tile_stride, b, panel_bytes);
+            a += kTileRows * kByteTileDepth;
+            b += kPanel * kByteTileDepth;
+            waiting.add_part(sums, step, steps);
         }
-        store_group_sums<RowTiles, Panels>(sums[parity]);
+        store_group_sums<RowTiles, Panels>(sums);
         const int group = begin / input.group_size, matrix_group = begin / matrix.group_size;
         for (int p = 0; p < Panels; ++p) {
             const int64_t at = (int64_t(panel + p) * matrix.groups + matrix_group) * kPanel;
-            factors.scales[p] = load_f16(matrix.scales + at) * matrix.scale_factor;
+            waiting.scales[p] = load_f16(matrix.scales + at) * matrix.scale_factor;
         }
-        factors.row_scales = input.scales + int64_t(row) * groups + group;
-        factors.row_sums = input.sums + int64_t(row) * groups + group;
-        factors.stride = groups;
-        waiting = true;
-        parity ^= 1;
+        const bool ends = end == input.depth;
+        waiting.row_scales = input.scales + int64_t(row) * groups + group;
+        waiting.row_sums = input.sums + int64_t(row) * groups + group;
+        waiting.stride = groups;
+        waiting.first = begin == 0;
+        waiting.rows = rows;
+        waiting.totals = totals;
+        waiting.to = ends ? to : totals;
+        waiting.to_stride = ends ? to_stride : Panels * kPanel;
     }
-    for (int r = 0; r < kRows; ++r) add_group_row<Panels>(sums[parity ^ 1], factors, r, totals);
 }
 
 template <int Panels>
@@ -144,34 +180,47 @@ NESO_INLINE void store_totals(const Matrix& matrix, int panel, int rows, const f
     }
 }
 
-// `prefetch` is a copy, so that it stays in registers.
 template <int Panels>
 inline void gemm_byte_tiles(const Input& input, const Matrix& matrix, const GemmRange& range, int panel, float* out,
-                            int64_t stride, bool accumulate, Prefetch prefetch) {
-    static thread_local Buffer<float> waiting;
+                            int64_t stride, bool accumulate) {
+    static thread_local Buffer<float> all_totals;
     constexpr int kPair = 2 * kTileRows, kTotals = kPair * Panels * kPanel;
     const int row_blocks = row_blocks_of(range);
-    waiting.reserve(int64_t(row_blocks) * kTotals);
+    all_totals.reserve(int64_t(row_blocks) * kTotals);
     const int whole = kByteBlockDepth / input.group_size * input.group_size;
     const int block_depth = whole ? whole : input.group_size;
+    // Whether the totals of whole panels are the outputs.
+    const bool plain = !matrix.bias && !accumulate && (panel + Panels) * kPanel <= matrix.outputs;
+    const auto first_row = [&](int block) { return range.first_row + block * kPair; };
+    const auto rows_of = [&](int block) { return std::min(kPair, range.last_row - first_row(block)); };
+    const auto totals_of = [&](int block) { return all_totals.data() + int64_t(block) * kTotals; };
+    const auto outputs_of = [&](int block) { return out + first_row(block) * stride; };
+    const auto store_block = [&](int block) {
+        store_totals<Panels>(matrix, panel, rows_of(block), totals_of(block), outputs_of(block), stride, accumulate);
+    };
+    Prefetch prefetch = prefetch_pair(matrix, range, panel + Panels);
+    GroupSums sums;
+    WaitingGroup<Panels> waiting{};
     for (int k = 0; k < input.depth; k += block_depth) {
-        const int end = k + block_depth < input.depth ? k + block_depth : input.depth;
+        const int end = std::min(k + block_depth, input.depth);
+        const bool last = end == input.depth;
         for (int block = 0; block < row_blocks; ++block) {
-            const int row = range.first_row + block * kPair;
-            const int rows = range.last_row - row < kPair ? range.last_row - row : kPair;
-            float* totals = waiting.data() + int64_t(block) * kTotals;
-            if (k == 0) std::memset(totals, 0, sizeof(float) * kTotals);
-            if (end == input.depth) prefetch_outputs<(Panels > 1)>(out + row * stride + panel * kPanel, stride, rows);
+            const int row = first_row(block), rows = rows_of(block);
+            float *totals = totals_of(block), *outputs = outputs_of(block) + panel * kPanel;
+            float* to = plain ? outputs : totals;
+            const int64_t to_stride = plain ? stride : Panels * kPanel;
+            if (last) prefetch_outputs<(Panels > 1)>(outputs, stride, rows);
             if (rows > kTileRows) {
-                add_groups<2, Panels>(input, matrix, panel, row, k, end, totals, prefetch);
+                multiply_groups<2>(input, matrix, panel, row, rows, k, end, totals, to, to_stride, sums, waiting, prefetch);
             } else {
-                add_groups<1, Panels>(input, matrix, panel, row, k, end, totals, prefetch);
+                multiply_groups<1>(input, matrix, panel, row, rows, k, end, totals, to, to_stride, sums, waiting, prefetch);
             }
-            if (end == input.depth) {
-                store_totals<Panels>(matrix, panel, rows, totals, out + row * stride, stride, accumulate);
-            }
+            // The last group of these rows still waits.
+            if (last && !plain && block) store_block(block - 1);
         }
     }
+    waiting.add_part(sums, 0, 1);
+    if (!plain) store_block(row_blocks - 1);
 }
 
 // Ranges of rows start at a multiple of 32. Rows of the last tile after the input may have any content, NaN included:
@@ -179,10 +228,10 @@ inline void gemm_byte_tiles(const Input& input, const Matrix& matrix, const Gemm
 inline void gemm_amx_int8(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                           bool accumulate) {
     const Tiles tiles;
-    for_each_pair(matrix, range, [&](int panel, bool two, Prefetch prefetch) {
-        const auto gemm = two ? gemm_byte_tiles<2> : gemm_byte_tiles<1>;
-        gemm(input, matrix, range, panel, out, stride, accumulate, prefetch);
-    });
+    for (int panel = range.first_panel; panel < range.last_panel; panel += 2) {
+        const auto gemm = panel + 2 <= range.last_panel ? gemm_byte_tiles<2> : gemm_byte_tiles<1>;
+        gemm(input, matrix, range, panel, out, stride, accumulate);
+    }
 }
 
 #endif

@@ -116,58 +116,59 @@ inline int end_of_pair(const GemmRange& range, int panel) {
 // Number of blocks of 32 rows.
 inline int row_blocks_of(const GemmRange& range) { return (range.rows() + 2 * kTileRows - 1) / (2 * kTileRows); }
 
-// Calls multiply(panel, two, prefetch) for each pair of panels, and with `two` false for a last single one. `prefetch`
-// fetches the next panels in the steps of the products, also those after the range: a thread takes ranges in order.
-template <typename Multiply>
-inline void for_each_pair(const Matrix& matrix, const GemmRange& range, const Multiply& multiply) {
+// Prefetches up to two panels from `panel` on in the steps of two others. They may be after the range: a thread takes
+// ranges in order.
+inline Prefetch prefetch_pair(const Matrix& matrix, const GemmRange& range, int panel) {
     // A step reads a tile of each panel: the tiles of two panels have 32 cache lines.
     const int row_blocks = row_blocks_of(range), lines = (32 + row_blocks - 1) / row_blocks;
-    for (int panel = range.first_panel; panel < range.last_panel; panel += 2) {
-        const int end = end_of_pair(range, panel);
-        Prefetch prefetch(matrix.panel(end), matrix.panel(std::min(end + 2, matrix.panels)), lines);
-        multiply(panel, end - panel == 2, prefetch);
-    }
+    return Prefetch(matrix.panel(panel), matrix.panel(std::min(panel + 2, matrix.panels)), lines);
 }
 
+// Multiplies the inputs [k, k + depth) of all rows with one or two panels from `panel` on. `b` and `b2` are the panels'
+// weights for these inputs. Blocks of inputs are multiplied in order; the last stores the outputs.
 template <bool TwoPanels, typename Ahead>
-inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange& range, int panel, float* out,
-                       int64_t stride, bool accumulate, Ahead& ahead) {
+inline void gemm_block(const Input& input, const Matrix& matrix, const GemmRange& range, int panel, int k, int depth,
+                       const bf16* b, const bf16* b2, float* out, int64_t stride, bool accumulate, Ahead& ahead) {
     static thread_local Buffer<float> waiting;
     constexpr int kPair = 2 * kTileRows, kSums = sizeof(TileSums) / sizeof(float);
-    const bf16* b = reinterpret_cast<const bf16*>(matrix.panel(panel));
-    const bf16* b2 = b + matrix.panel_bytes() / 2;
     const int row_blocks = row_blocks_of(range);
     waiting.reserve(int64_t(row_blocks) * kSums);
     // Whether the sums of whole tiles are the outputs.
     const bool plain = !matrix.bias && !accumulate && (panel + 1 + TwoPanels) * kPanel <= matrix.outputs;
+    const bool last = k + depth == input.depth;
+    for (int block = 0; block < row_blocks; ++block) {
+        const int row = range.first_row + block * kPair;
+        const int rows = range.last_row - row < kPair ? range.last_row - row : kPair;
+        float* sums = waiting.data() + int64_t(block) * kSums;
+        float* to = out + row * stride + panel * kPanel;
+        const bf16 *a = tile_of(input, row, k), *a2 = tile_of(input, row + kTileRows, k);
+        if (last) prefetch_outputs<TwoPanels>(to, stride, rows);
+        if (rows > kTileRows) {
+            begin_sums<true, TwoPanels>(sums, k == 0);
+            tile_products<true, TwoPanels>(a, a2, b, b2, depth, ahead);
+            if (last && plain && rows == kPair) {
+                end_sums<true, TwoPanels>(to, stride * 4, kPanel, kTileRows * stride);
+                continue;
+            }
+            end_sums<true, TwoPanels>(sums);
+        } else {
+            begin_sums<false, TwoPanels>(sums, k == 0);
+            tile_products<false, TwoPanels>(a, a2, b, b2, depth, ahead);
+            end_sums<false, TwoPanels>(sums);
+        }
+        if (last) store_tiles<TwoPanels>(matrix, panel, row, rows, sums, out, stride, accumulate);
+    }
+}
+
+template <bool TwoPanels>
+inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange& range, int panel, float* out,
+                       int64_t stride, bool accumulate, Prefetch& prefetch) {
+    const bf16* b = reinterpret_cast<const bf16*>(matrix.panel(panel));
+    const bf16* b2 = b + matrix.panel_bytes() / 2;
     for (int k = 0; k < input.depth; k += kBlockDepth) {
         const int depth = input.depth - k < kBlockDepth ? input.depth - k : kBlockDepth;
         const int64_t at = int64_t(k) * kPanel;
-        for (int block = 0; block < row_blocks; ++block) {
-            const int row = range.first_row + block * kPair;
-            const int rows = range.last_row - row < kPair ? range.last_row - row : kPair;
-            float* sums = waiting.data() + int64_t(block) * kSums;
-            float* to = out + row * stride + panel * kPanel;
-            const bf16 *a = tile_of(input, row, k), *a2 = tile_of(input, row + kTileRows, k);
-            const bool last = k + depth == input.depth;
-            if (last) prefetch_outputs<TwoPanels>(to, stride, rows);
-            if (rows > kTileRows) {
-                begin_sums<true, TwoPanels>(sums, k == 0);
-                tile_products<true, TwoPanels>(a, a2, b + at, b2 + at, depth, ahead);
-                if (last && plain && rows == kPair) {
-                    end_sums<true, TwoPanels>(to, stride * 4, kPanel, kTileRows * stride);
-                    continue;
-                }
-                end_sums<true, TwoPanels>(sums);
-            } else {
-                begin_sums<false, TwoPanels>(sums, k == 0);
-                tile_products<false, TwoPanels>(a, a2, b + at, b2 + at, depth, ahead);
-                end_sums<false, TwoPanels>(sums);
-            }
-            if (last) {
-                store_tiles<TwoPanels>(matrix, panel, row, rows, sums, out, stride, accumulate);
-            }
-        }
+        gemm_block<TwoPanels>(input, matrix, range, panel, k, depth, b + at, b2 + at, out, stride, accumulate, prefetch);
     }
 }
 
@@ -176,10 +177,12 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
 inline void gemm_amx_many_rows(const Input& input, const Matrix& matrix, const GemmRange& range, float* out,
                                int64_t stride, bool accumulate) {
     const Tiles tiles;
-    for_each_pair(matrix, range, [&](int panel, bool two, Prefetch& prefetch) {
-        const auto gemm = two ? gemm_tiles<true, Prefetch> : gemm_tiles<false, Prefetch>;
+    for (int panel = range.first_panel; panel < range.last_panel; panel += 2) {
+        const int end = end_of_pair(range, panel);
+        Prefetch prefetch = prefetch_pair(matrix, range, end);
+        const auto gemm = end - panel == 2 ? gemm_tiles<true> : gemm_tiles<false>;
         gemm(input, matrix, range, panel, out, stride, accumulate, prefetch);
-    });
+    }
 }
 
 #endif

@@ -71,25 +71,26 @@ NESO_INLINE F32 one_and_code(U32 codes, int index) {
     return as_float((shifted & 0x007f8000u) | 0x3f800000u);
 }
 
-// Unpack kGroup inputs of a quantized panel, from k on, a multiple of kGroup. The dense panel `to` has all inputs:
-// floats [k][16] or bfloat16 [k / 2][16][2].
-template <WeightKind Kind, typename T>
-NESO_INLINE void unpack_inputs(const Matrix& matrix, int panel, int k, T* to) {
-    const char* codes = matrix.panel(panel);
+// The factors of `one_and_code` for the inputs of a panel in the group of input k.
+NESO_INLINE GroupScale scale_of_codes(const Matrix& matrix, int panel, int k) {
     GroupScale scale = group_scale(matrix, panel, k / matrix.group_size);
     for (int v = 0; v < kVectors; ++v) {
         scale.scale[v] *= 256.0f;
         scale.offset[v] -= scale.scale[v];  // exact for symmetric codes, since scales have 11 bits
     }
-    for (const int end = k + kGroup; k < end; k += 8) {
-        for (int v = 0; v < kVectors; ++v) {
-            const EightCodes eight = load_codes<Kind>(codes, k, v);
-            F32 w[4];
-            for (int i = 0; i < 4; ++i) w[i] = one_and_code(eight.first, i) * scale.scale[v] + scale.offset[v];
-            store_fours(to, k, v, w);
-            for (int i = 0; i < 4; ++i) w[i] = one_and_code(eight.second, i) * scale.scale[v] + scale.offset[v];
-            store_fours(to, k + 4, v, w);
-        }
+    return scale;
+}
+
+// Unpack 8 inputs of a quantized panel, from k on, a multiple of 8: to floats [8][16] or bfloat16 [4][16][2].
+template <WeightKind Kind, typename T>
+NESO_INLINE void unpack_eight(const char* codes, int k, const GroupScale& scale, T* to) {
+    for (int v = 0; v < kVectors; ++v) {
+        const EightCodes eight = load_codes<Kind>(codes, k, v);
+        F32 w[4];
+        for (int i = 0; i < 4; ++i) w[i] = one_and_code(eight.first, i) * scale.scale[v] + scale.offset[v];
+        store_fours(to, 0, v, w);
+        for (int i = 0; i < 4; ++i) w[i] = one_and_code(eight.second, i) * scale.scale[v] + scale.offset[v];
+        store_fours(to, 4, v, w);
     }
 }
 
@@ -107,7 +108,11 @@ inline Matrix unpacked_panels(const Matrix& matrix, int panel, WeightKind kind, 
 
 template <WeightKind Kind, typename T>
 void unpack_panel(const Matrix& matrix, int panel, T* to) {
-    for (int k = 0; k < matrix.depth; k += kGroup) unpack_inputs<Kind>(matrix, panel, k, to);
+    const char* codes = matrix.panel(panel);
+    for (int group = 0; group < matrix.depth; group += kGroup) {
+        const GroupScale scale = scale_of_codes(matrix, panel, group);
+        for (int k = group; k < group + kGroup; k += 8) unpack_eight<Kind>(codes, k, scale, to + int64_t(k) * kPanel);
+    }
 }
 
 template <typename T>

@@ -178,7 +178,8 @@ def test_8_bit_products_depend_neither_on_instruction_set_nor_on_batch(
     rng = np.random.default_rng(13)
     outputs, inputs = shape
     quantized = random_codes(rng, outputs, inputs, 8, group, offsets=False, order=False)
-    matrix = packer(dynamic=True).pack([quantized], normal(rng, outputs))
+    bias = normal(rng, outputs) if group == 64 else None  # without, whole tiles are stored to the outputs
+    matrix = packer(dynamic=True).pack([quantized], bias)
     x = normal(rng, max(ROWS), inputs)
     one_by_one = np.concatenate([multiply(matrix, row[None], levels[-1]) for row in x])
     for isa in levels:
