@@ -281,7 +281,7 @@ def _copies(matrix: PackedMatrix, total_bytes: int) -> list[PackedMatrix]:
     """Return copies with a total size of at least `total_bytes`."""
     arena, count = Arena(), total_bytes // _bytes(matrix) + 1
     scales = [None if matrix.scales is None else matrix.scales.copy() for _ in range(count)]
-    return [replace(matrix, data=arena.copy(matrix.data), scales=copied) for copied in scales]
+    return [replace(matrix, data=arena.copy(matrix.data, matrix.panels), scales=copied) for copied in scales]
 
 
 def _bytes(matrix: PackedMatrix) -> int:

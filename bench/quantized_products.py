@@ -47,7 +47,7 @@ def pack(name: str, shape: dict[str, int], uncached: bool) -> list[_native.Matri
 
 def _copy(matrix: PackedMatrix, arena: Arena) -> PackedMatrix:
     scales = None if matrix.scales is None else matrix.scales.copy()
-    return replace(matrix, data=arena.copy(matrix.data), scales=scales)
+    return replace(matrix, data=arena.copy(matrix.data, matrix.panels), scales=scales)
 
 
 def seconds_per_product(
