@@ -261,7 +261,7 @@ class Scheduler:
     def _next_tokens(self, sequence: Sequence, budget: int) -> ScheduledSequence:
         """Return the tokens of a sequence in this step; none if it must wait for a later step."""
         wanted = sequence.num_ready_tokens
-        if wanted > 1:
+        if sequence.num_uncomputed_tokens > 1:
             wanted = min(wanted, self._prefill_left)
         num_new = min(wanted, self.config.max_prefill_chunk, budget)
         scheduled = ScheduledSequence(sequence, num_new)

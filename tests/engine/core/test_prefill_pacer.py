@@ -6,6 +6,7 @@ from neso.engine.core.prefill_pacer import INITIAL_BUDGET, MAX_MIXED_STEPS, MIN_
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.scheduler_config import SchedulerConfig
+from neso.engine.core.sequence import Sequence
 from neso.generation import SamplingParams
 
 
@@ -113,3 +114,29 @@ def test_prompts_share_the_budget_while_others_decode() -> None:
     assert [tokens.get("long") for tokens in computed[:7]] == [16, 16, 16, 16, 16, 16, 4]
     assert computed[6]["longer"] == 12, "what one leaves, the next takes"
     assert sum(tokens.get("longer", 0) for tokens in computed) >= 300
+
+
+class OneToken:
+    """A group of which a step may compute one token more."""
+
+    members: tuple[Sequence, ...] = ()
+
+    def num_ready_tokens(self, sequence: Sequence) -> int:
+        return 1
+
+
+def test_a_member_with_one_ready_token_of_several_counts_in_the_budget() -> None:
+    """It is behind the others of its group, so it is no decoding sequence: the budget must not become negative."""
+    scheduler = Scheduler(SchedulerConfig(), num_blocks=500)
+    member = scheduler.add(request("member", 6))
+    member.group = OneToken()
+    scheduler.add(request("long", 100))
+
+    def new_tokens(budget: int) -> list[int]:
+        step = scheduler.schedule(lambda num_decoding, num_prompts: budget)
+        return [scheduled.num_new_tokens for scheduled in step.scheduled]
+
+    assert new_tokens(1000) == [1, 100]
+    assert new_tokens(0) == []
+    assert new_tokens(1) == [1]
+    assert new_tokens(3) == [1, 2]
